@@ -1,0 +1,190 @@
+/* kafka - the one place that knows librdkafka. Both the NIF and the tracker see Kafka through this header only.
+ *
+ *   kafka_consumer   control queue (poll) + one queue per assigned partition (pop); forwarding is off
+ *   kafka_producer   idempotent, acks=all; send copies, reports tell what became of it
+ *   kafka_admin      a short-lived client for what blocks: metadata, committed, watermarks, topics
+ *
+ * Rules: nothing of librdkafka outlives a call, except records between pop and kafka_records_free (free them before the same
+ * call of ours returns). No function here blocks unless its name or comment says so. Destroying is done by a detached reaper thread.
+ * Errors: functions return 0 or a negative KAFKA_E*; details go to `err` (may be NULL). */
+#ifndef KAFKA_H
+#define KAFKA_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { KAFKA_OK = 0, KAFKA_EKAFKA = -1 /* see err */, KAFKA_EFULL = -2 /* local queue full: read reports, try again */, KAFKA_ENOMEM = -3 };
+
+typedef struct kafka_error {
+    int code;        /* librdkafka's rd_kafka_resp_err_t as a number; 0 = none */
+    char name[48];   /* "UNKNOWN_TOPIC_OR_PART", "_TRANSPORT" (a leading _ = local) */
+    bool retriable;
+    bool fatal;
+    char text[512];  /* for a person */
+} kafka_error;
+void kafka_error_set(kafka_error *err, int code, const char *format, ...);
+const char *kafka_error_name(int code);
+bool kafka_error_retriable(int code);
+
+/* "2.0.2"; and the number, e.g. 0x020002ff */
+const char *kafka_version(void);
+int kafka_version_number(void);
+
+typedef struct kafka_property { const char *name, *value; } kafka_property;
+
+/* A wake-up: fn is called from librdkafka's threads, on empty -> non-empty, with the queue's lock held: it may not call kafka_*.
+ * Or fd >= 0: one byte is written to fd. Pop or poll UNTIL EMPTY, or remember that you did not. */
+typedef struct kafka_wake { void (*fn)(void *ctx); void *ctx; int fd; } kafka_wake;
+
+/* ------------------------------------------------------------------ consumer */
+typedef struct kafka_consumer kafka_consumer;
+typedef struct kafka_queue kafka_queue; /* of one assigned partition */
+
+typedef struct kafka_partition {
+    const char *topic;
+    int32_t partition;
+    int64_t offset;       /* < 0: none (-1001), where it has a meaning */
+    const char *metadata; /* of a commit; NULL = none */
+    int error;            /* code of this partition; 0 = none */
+} kafka_partition;
+
+typedef enum kafka_event_type {
+    KAFKA_EVENT_NONE,
+    KAFKA_EVENT_ASSIGN, /* partitions; answer with kafka_consumer_assign */
+    KAFKA_EVENT_REVOKE, /* partitions, lost; answer with kafka_consumer_unassign */
+    KAFKA_EVENT_COMMIT, /* partitions with offsets and errors, error, opaque */
+    KAFKA_EVENT_ERROR,  /* error */
+    KAFKA_EVENT_LOG,    /* level (syslog), text */
+    KAFKA_EVENT_STATS,  /* text (JSON) */
+    KAFKA_EVENT_TOKEN   /* OAUTHBEARER wants a token; text = config */
+} kafka_event_type;
+
+typedef struct kafka_event {
+    kafka_event_type type;
+    const kafka_partition *partitions;
+    size_t n_partitions;
+    bool lost; /* REVOKE: the assignment is already lost: no commit */
+    kafka_error error;
+    int level;
+    const char *text;
+    void *opaque;
+    void *priv;
+} kafka_event;
+
+typedef struct kafka_header { const char *name; const void *value; size_t value_len; /* value NULL = null */ } kafka_header;
+
+typedef struct kafka_record {
+    int64_t offset;
+    int64_t timestamp_ms;   /* -1 = none */
+    bool log_append_time;
+    const void *key;        /* NULL = null key; an empty key is non-NULL with length 0 */
+    size_t key_len;
+    const void *value;
+    size_t value_len;
+    int32_t partition;
+    int error;              /* != 0: not a message; offset, key and value are void. KAFKA_RECORD_EOF, ..._OUT_OF_RANGE or a code */
+    const char *error_text;
+    void *priv;
+} kafka_record;
+enum { KAFKA_RECORD_EOF = 1000001, KAFKA_RECORD_OUT_OF_RANGE = 1000002 };
+
+/* Opens a group consumer (or, without group.id, one for assign only). Ours are forced: enable.auto.commit=false,
+ * enable.auto.offset.store=false, log.queue=true, events for rebalance/commit/error/stats/log/token, no callbacks.
+ * control wakes for the control queue, records for every partition queue. May take some ms (CA files): dirty scheduler. */
+int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka_wake *control, const kafka_wake *records,
+                        kafka_consumer **out, kafka_error *err);
+int kafka_consumer_subscribe(kafka_consumer *consumer, const char *const *topics, size_t n_topics, kafka_error *err);
+/* One event of the control queue; false = empty. Release with kafka_event_free before anything else is asked of the consumer's events. */
+bool kafka_consumer_poll(kafka_consumer *consumer, kafka_event *event);
+void kafka_event_free(kafka_event *event);
+/* Replaces the assignment (eager). Each partition's queue is created, forwarding off and wake-up on, BEFORE the assign. offset >= 0 or
+ * KAFKA_OFFSET_BEGINNING (-2) / END (-1) / STORED (-1000). */
+int kafka_consumer_assign(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err);
+int kafka_consumer_unassign(kafka_consumer *consumer, kafka_error *err); /* wake-ups off, queues destroyed, assign(NULL) */
+/* Borrowed until the next assign/unassign; NULL when not assigned. */
+kafka_queue *kafka_consumer_queue(kafka_consumer *consumer, const char *topic, int32_t partition);
+/* Pops up to max records without waiting. Free them all with kafka_records_free (in bulk: that is what is fast). */
+size_t kafka_queue_pop(kafka_queue *queue, kafka_record *out, size_t max);
+size_t kafka_queue_wait(kafka_queue *queue, kafka_record *out, size_t max, int timeout_ms); /* blocks up to timeout for the first: threads only */
+void kafka_records_free(kafka_record *records, size_t n);
+/* Up to max headers of a record (borrowed from it); returns how many there are. Costs 450 ns when there are any, next to nothing when none. */
+size_t kafka_record_headers(const kafka_record *record, kafka_header *out, size_t max);
+/* Asynchronous, as member of the group; ends as EVENT_COMMIT with `opaque`. Metadata is checked (ASCII, no NUL, <= 4096). */
+int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque, kafka_error *err);
+int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t partition, int64_t offset, kafka_error *err); /* does not wait */
+int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err); /* token NULL: failure, err text = principal */
+bool kafka_consumer_lost(kafka_consumer *consumer);
+const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t cap);
+/* Leaving: begin, then poll (and answer REVOKE) until closed() is true, then destroy. */
+int kafka_consumer_close_begin(kafka_consumer *consumer, kafka_error *err);
+bool kafka_consumer_closed(kafka_consumer *consumer);
+/* Wake-ups off at once (none runs after it returns), then the reaper thread destroys. Not closed before: it does not wait for the
+ * group (NO_CONSUMER_CLOSE). done(ctx) is called by the reaper at the end; may be NULL. */
+void kafka_consumer_destroy(kafka_consumer *consumer, void (*done)(void *ctx), void *ctx);
+
+/* ------------------------------------------------------------------ producer */
+typedef struct kafka_producer kafka_producer;
+typedef struct kafka_topic kafka_topic; /* a topic handle of one producer */
+
+typedef struct kafka_report {
+    void *opaque;
+    int error; /* 0 = durable */
+    const char *error_name;
+    int32_t partition;
+    int64_t offset;
+} kafka_report;
+
+/* Forced: enable.idempotence=true, acks=all (unless props say otherwise for a publisher: `idempotent` false), log.queue=true. */
+int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempotent, const kafka_wake *wake, kafka_producer **out, kafka_error *err);
+/* Never makes the broker create a topic by itself: allow.auto.create.topics=false. Keep for the producer's life; freed with it. */
+kafka_topic *kafka_producer_topic(kafka_producer *producer, const char *topic, kafka_error *err);
+/* Copies key, value and headers. partition -1 = the partitioner's choice. timestamp_ms 0 = now. KAFKA_EFULL: nothing was queued. */
+int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t partition, const void *key, size_t key_len, const void *value, size_t value_len,
+                        const kafka_header *headers, size_t n_headers, int64_t timestamp_ms, void *opaque, kafka_error *err);
+/* Up to max delivery reports. Also serves logs and errors into the event sink (kafka_producer_poll). */
+size_t kafka_producer_reports(kafka_producer *producer, kafka_report *out, size_t max);
+/* ERROR, LOG, STATS, TOKEN events that reports() met on its way; false = none. Free with kafka_event_free. */
+bool kafka_producer_poll(kafka_producer *producer, kafka_event *event);
+int kafka_producer_queued(kafka_producer *producer); /* messages and reports not yet read */
+bool kafka_producer_fatal(kafka_producer *producer, kafka_error *err);
+int kafka_producer_test_fatal(kafka_producer *producer, const char *reason); /* rd_kafka_test_fatal_error */
+void kafka_producer_purge(kafka_producer *producer); /* what is queued or in flight comes back as failed reports */
+int kafka_producer_set_token(kafka_producer *producer, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
+void kafka_producer_destroy(kafka_producer *producer, void (*done)(void *ctx), void *ctx); /* purges, then reaper */
+
+/* ------------------------------------------------------------------ admin: every call blocks up to timeout_ms */
+typedef struct kafka_admin kafka_admin;
+int kafka_admin_open(const kafka_property *props, size_t n_props, kafka_admin **out, kafka_error *err);
+void kafka_admin_destroy(kafka_admin *admin);
+/* "mockCluster..." = the sandbox. */
+int kafka_admin_cluster_id(kafka_admin *admin, char *buf, size_t cap, int timeout_ms, kafka_error *err);
+/* Partition count, 0 = the topic does not exist (and asking did not create it, on real Kafka). */
+int kafka_admin_partitions(kafka_admin *admin, const char *topic, int timeout_ms, int *n_partitions, int *replication, kafka_error *err);
+int kafka_admin_topics(kafka_admin *admin, int timeout_ms, void (*each)(void *ctx, const char *topic, int n_partitions), void *ctx, kafka_error *err);
+/* Reads the commits of the group named by props' group.id as an outsider. In: topic, partition. Out: offset (-1001 = none), metadata
+ * copied into metadata_buf-style storage owned by the admin until its next call. */
+int kafka_admin_committed(kafka_admin *admin, kafka_partition *partitions, size_t n, int timeout_ms, kafka_error *err);
+int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partition, int timeout_ms, int64_t *low, int64_t *high, kafka_error *err);
+int kafka_admin_offset_for_time(kafka_admin *admin, const char *topic, int32_t partition, int64_t timestamp_ms, int timeout_ms, int64_t *offset, kafka_error *err);
+int kafka_admin_create_topic(kafka_admin *admin, const char *topic, int n_partitions, int replication, const kafka_property *config, size_t n_config, int timeout_ms, kafka_error *err);
+int kafka_admin_create_partitions(kafka_admin *admin, const char *topic, int n_partitions, int timeout_ms, kafka_error *err);
+int kafka_admin_delete_topic(kafka_admin *admin, const char *topic, int timeout_ms, kafka_error *err);
+/* Effective topic config, one callback per entry (value NULL = sensitive). */
+int kafka_admin_topic_config(kafka_admin *admin, const char *topic, int timeout_ms, void (*each)(void *ctx, const char *name, const char *value), void *ctx, kafka_error *err);
+int kafka_admin_delete_records(kafka_admin *admin, const char *topic, int32_t partition, int64_t before, int timeout_ms, kafka_error *err);
+
+/* ------------------------------------------------------------------ reading by exact offset: blocks; a thread of its own */
+typedef struct kafka_reader kafka_reader;
+int kafka_reader_open(const kafka_property *props, size_t n_props, kafka_reader **out, kafka_error *err);
+/* Reads the records of one partition at exactly these ascending offsets. each() gets every one found (record borrowed) or NULL when
+ * it is gone (retention, compaction, control record): never a neighbour in its place. Seeks over long gaps. Returns 0, or KAFKA_EKAFKA when it
+ * could not be read in time: what was not reported is unknown, ask again. */
+int kafka_reader_read(kafka_reader *reader, const char *topic, int32_t partition, const int64_t *offsets, size_t n, int timeout_ms,
+                      void (*each)(void *ctx, int64_t offset, const kafka_record *record), void *ctx, kafka_error *err);
+void kafka_reader_destroy(kafka_reader *reader);
+
+/* Clients not yet destroyed, the reaper's included: 0 when nothing is left behind. */
+int kafka_live(void);
+
+#endif
