@@ -1,0 +1,124 @@
+defmodule Mix.Tasks.Compile.KmqNative do
+  @moduledoc false
+  # Builds the NIF and the two port programs with `make -C c_src`, as elixir_make would: that one cannot be had without Hex.
+  # KMQ_WERROR=1 makes the C compiler's warnings errors; MAKE, CC, CFLAGS, RDKAFKA_CFLAGS, RDKAFKA_LIBS reach make as they are.
+
+  use Mix.Task.Compiler
+
+  @impl true
+  def run(_args) do
+    priv = priv_dir()
+
+    # A `priv` that rebar3 or a plain `make` left in the source tree has been linked here by Mix. Each environment has
+    # its own variant of the programs, so each gets its own folder.
+    if match?({:ok, _}, File.read_link(priv)), do: File.rm!(priv)
+    File.mkdir_p!(priv)
+
+    make(["all" | variables(priv)])
+  end
+
+  @impl true
+  def clean do
+    make(["clean" | variables(priv_dir())])
+  end
+
+  defp variables(priv) do
+    variant = if Mix.env() == :test, do: "test", else: "release"
+    werror = if System.get_env("KMQ_WERROR") == "1", do: ["WERROR=1"], else: []
+    ["PRIV=#{priv}", "VARIANT=#{variant}"] ++ werror
+  end
+
+  defp make(args) do
+    make = System.get_env("MAKE") || "make"
+
+    unless System.find_executable(make) do
+      Mix.raise("""
+      kmq: #{make} is not there, and kmq has a part in C. On Debian and Ubuntu:
+          apt-get install make gcc pkg-config librdkafka-dev erlang-dev
+      elsewhere: GNU make, a C11 compiler, pkg-config, librdkafka (2.0.2 or newer) with headers, Erlang with headers.
+      """)
+    end
+
+    jobs = "-j#{System.schedulers_online()}"
+    c_src = Path.join(File.cwd!(), "c_src")
+
+    case System.cmd(make, ["--no-print-directory", "-C", c_src, jobs | args],
+           into: IO.stream(),
+           stderr_to_stdout: true
+         ) do
+      {_, 0} -> {:noop, []}
+      {_, code} -> Mix.raise("kmq: #{make} -C c_src stopped with #{code}; its message is above")
+    end
+  end
+
+  defp priv_dir, do: Path.join(Mix.Project.app_path(), "priv")
+end
+
+defmodule Kmq.MixProject do
+  use Mix.Project
+
+  @version "0.1.0"
+
+  def project do
+    [
+      app: :kmq,
+      version: @version,
+      elixir: "~> 1.14",
+      elixirc_paths: elixirc_paths(Mix.env()),
+      erlc_paths: ["src"],
+      erlc_options: [:debug_info, :warnings_as_errors],
+      compilers: [:kmq_native] ++ Mix.compilers(),
+      start_permanent: Mix.env() == :prod,
+      deps: deps(),
+      description: description(),
+      package: package(),
+      name: "Kmq",
+      docs: docs()
+    ]
+  end
+
+  def application do
+    [extra_applications: [:logger, :crypto]] ++ mod()
+  end
+
+  defp mod do
+    if File.exists?("lib/kmq/application.ex"), do: [mod: {Kmq.Application, []}], else: []
+  end
+
+  defp elixirc_paths(:test), do: ["lib", "test/support"]
+  defp elixirc_paths(_), do: ["lib"]
+
+  # Without Hex every task refuses to run when any package is listed, even an optional one. Kmq compiles, tests and runs
+  # without packages: Broadway is called only where it is, telemetry likewise.
+  defp deps do
+    if Code.ensure_loaded?(Hex) or Enum.any?(System.argv(), &(&1 =~ ~r/^(deps|hex)\./)) do
+      [
+        {:broadway, "~> 1.3", optional: true},
+        {:telemetry, "~> 1.0"},
+        {:ex_doc, "~> 0.30", only: :dev, runtime: false}
+      ]
+    else
+      []
+    end
+  end
+
+  defp description do
+    "A message queue on Apache Kafka: acknowledge each message on its own, redelivery, dead letters. With a Broadway producer."
+  end
+
+  defp package do
+    [
+      licenses: ["Apache-2.0"],
+      links: %{},
+      files:
+        ~w(lib src c_src guides mix.exs rebar.config .formatter.exs README.md ARCHITECTURE.md CHANGELOG.md LICENSE)
+    ]
+  end
+
+  defp docs do
+    [
+      main: "readme",
+      extras: ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"] ++ Path.wildcard("guides/*.md")
+    ]
+  end
+end
