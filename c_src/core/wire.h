@@ -7,11 +7,11 @@
  *                                     |  '-- 0 0000010   (bits 7..13, the last byte)
  *                                     '----- 1 0101100   (bits 0..6, more to come)
  *
- * Reader and writer walk a borrowed buffer and never leave it: a call that does not fit, or does not make sense, returns
- * false and leaves the walker where it was. So a parser can be a chain of calls joined by &&.
+ * Reader and writer walk a borrowed buffer and never leave it: a call that does not fit, or does not make sense,
+ * returns false and leaves the walker where it was. So a parser can be a chain of calls joined by &&.
  *
- * A uvar is read from at most 10 bytes and only when its value fits 64 bits. Padding (AC 82 00 for 300) is understood, since
- * some encoders leave room and fill it later; the writer never pads.
+ * A uvar is read from at most 10 bytes and only when its value fits 64 bits. Padding (AC 82 00 for 300) is understood,
+ * since some encoders leave room and fill it later; the writer never pads.
  *
  * Costs: O(1) each, no allocation.  Thread rule: none, only the arguments are touched. */
 #ifndef KMQ_WIRE_H
@@ -55,7 +55,8 @@ static inline uint64_t kmq_wire_get_u64(const uint8_t *p)
     return v;
 }
 
-/* The int32 / int64 with these bits: a plain conversion of a large value is implementation-defined in C11, this is not. */
+/* The int32 / int64 with these bits: a plain conversion of a large value is implementation-defined in C11, this is not.
+ */
 static inline int32_t kmq_wire_i32(uint32_t v)
 {
     return v <= INT32_MAX ? (int32_t)v : -1 - (int32_t)(UINT32_MAX - v);
