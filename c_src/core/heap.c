@@ -71,7 +71,7 @@ void kmq_heap_init(kmq_heap *heap, const kmq_alloc *alloc)
 
 void kmq_heap_free(kmq_heap *heap)
 {
-    (void)set_cap(heap, 0); /* to free cannot fail */
+    if (heap->items != NULL) (void)set_cap(heap, 0); /* to free cannot fail */
     heap->count = 0;
 }
 

@@ -1,0 +1,33 @@
+/* kmq - see kmq.h. */
+#include "kmq.h"
+
+#include <stdlib.h>
+
+static void *libc_realloc(void *ctx, void *ptr, size_t size)
+{
+    (void)ctx;
+    if (size == 0) {
+        free(ptr); /* realloc(p, 0) may return a block that nobody would free */
+        return NULL;
+    }
+    return realloc(ptr, size);
+}
+
+kmq_alloc kmq_alloc_libc(void)
+{
+    return (kmq_alloc){libc_realloc, NULL};
+}
+
+const char *kmq_error_name(int code)
+{
+    switch (code) {
+    case KMQ_OK: return "ok";
+    case KMQ_ENOMEM: return "enomem";
+    case KMQ_EINVAL: return "einval";
+    case KMQ_EFULL: return "full";
+    case KMQ_EREPEAT: return "repeat";
+    case KMQ_EUNKNOWN: return "unknown";
+    case KMQ_ELATE: return "late";
+    default: return "unknown_error";
+    }
+}
