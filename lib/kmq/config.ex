@@ -1,0 +1,565 @@
+defmodule Kmq.Config do
+  @moduledoc false
+  # Validated options of a pipeline, a pull consumer or a tracker, with everything that follows from them; the one place
+  # that turns options into librdkafka's properties. All other code reads this struct and no options.
+  #
+  # Two fields are not what the user wrote: `hosts` is [{host, port}], `backoff` is a Kmq.Backoff.normal().
+  #
+  # Memory: with its queues split, librdkafka's limits are per partition. In the worst case (a backlog in every partition) a
+  # consumer holds, per assigned partition,
+  #
+  #     min(queued.min.messages x (value + ~300 B), queued.max.messages.kbytes + messages x ~300 B)
+  #
+  # = 100,000 x 400 B = 40 MB for 100-byte messages with the settings below, 16 MiB + 16,384 x 300 B = 21 MB for 1 kB ones. They are
+  # that large because librdkafka before 2.2 rests a whole second each time a queue is full: a queue must hold a second's worth.
+  # Many partitions and little memory: lower both through `kafka_config: [consumer: [...]]`.
+
+  alias Kmq.{Error, Options}
+
+  @derive {Inspect,
+           except: [
+             :client_config,
+             :kafka_config,
+             :consumer_props,
+             :producer_props,
+             :tracker_props,
+             :admin_props
+           ]}
+
+  @options Keyword.keys(Options.schema(:producer)) --
+             ~w(receive_interval reconnect_timeout offset_commit_on_ack shared_client)a
+  @derived [
+    name: nil,
+    kind: :producer,
+    bootstrap: "",
+    marker_topics: %{},
+    dead_letter_topics: %{},
+    redeliver_topics: %{},
+    consumer_props: [],
+    producer_props: [],
+    tracker_props: [],
+    admin_props: []
+  ]
+  defstruct Enum.map(@options, &{&1, nil}) ++ @derived
+
+  @type props :: [{binary, binary}]
+  @type t :: %__MODULE__{
+          hosts: [{String.t(), 1..65_535}],
+          topics: [String.t()],
+          group_id: String.t(),
+          backoff: Kmq.Backoff.normal(),
+          name: term,
+          kind: :producer | :consumer | :tracker,
+          bootstrap: String.t(),
+          marker_topics: %{String.t() => String.t()},
+          dead_letter_topics: %{String.t() => String.t()},
+          redeliver_topics: %{String.t() => String.t()},
+          consumer_props: props,
+          producer_props: props,
+          tracker_props: props,
+          admin_props: props
+        }
+
+  @doc "The configuration that these options mean; `kind` is `:producer` (Broadway's), `:consumer` or `:tracker`."
+  @spec new(keyword, :producer | :consumer | :tracker) :: {:ok, t} | {:error, Error.t()}
+  def new(options, kind \\ :producer) do
+    with {:ok, valid} <- Options.validate(options, kind),
+         {:ok, topics} <- derive_topics(valid),
+         {:ok, security} <- security(valid[:client_config]),
+         :ok <- timing(valid) do
+      idle = Options.idle(options)
+      idle != [] && warn_idle(idle)
+      {:ok, build(valid, kind, topics, security)}
+    else
+      {:error, message} -> {:error, Error.new(:invalid_option, message)}
+    end
+  end
+
+  @doc "As `new/2`; raises `ArgumentError`."
+  @spec new!(keyword, :producer | :consumer | :tracker) :: t
+  def new!(options, kind \\ :producer) do
+    case new(options, kind) do
+      {:ok, config} -> config
+      {:error, error} -> raise ArgumentError, error.message
+    end
+  end
+
+  @doc "The configuration of the index-th member of a pipeline: a static member needs an id of its own."
+  @spec for_index(t, non_neg_integer) :: t
+  def for_index(config, index) do
+    props =
+      Enum.map(config.consumer_props, fn
+        {"group.instance.id", id} -> {"group.instance.id", "#{id}-#{index}"}
+        property -> property
+      end)
+
+    %{config | consumer_props: props}
+  end
+
+  @doc "Validated publisher options and the properties of its producer and of its admin client."
+  @spec publisher(keyword) ::
+          {:ok, keyword, %{bootstrap: String.t(), producer_props: props, admin_props: props}}
+          | {:error, Error.t()}
+  def publisher(options) do
+    with {:ok, valid} <- Options.validate(options, :publisher),
+         {:ok, security} <- security(valid[:client_config]) do
+      bootstrap = bootstrap(valid[:hosts])
+      common = common_props(bootstrap, "kmq-publisher", valid, security)
+
+      producer = [
+        {"partitioner", to_string(valid[:partitioner])},
+        {"acks", to_string(valid[:acks])},
+        {"compression.codec", to_string(valid[:compression])},
+        {"linger.ms", to_string(valid[:linger])},
+        {"message.timeout.ms", to_string(valid[:delivery_timeout])},
+        {"queue.buffering.max.kbytes", to_string(max(div(valid[:queue_bytes], 1024), 1))},
+        {"queue.buffering.max.messages", to_string(valid[:queue_messages])}
+      ]
+
+      extra = valid[:kafka_config]
+
+      {:ok, valid,
+       %{
+         bootstrap: bootstrap,
+         producer_props: merge([common, producer, extra[:common], extra[:producer]]),
+         admin_props: merge([common, extra[:common]])
+       }}
+    else
+      {:error, message} -> {:error, Error.new(:invalid_option, message)}
+    end
+  end
+
+  @doc "Properties for asking a cluster about topics: `hosts`, `client_config` and `kafka_config` only."
+  @spec connection(keyword) ::
+          {:ok, %{bootstrap: String.t(), admin_props: props}} | {:error, Error.t()}
+  def connection(options) do
+    schema = Keyword.take(Options.schema(:publisher), [:hosts, :client_config, :kafka_config])
+
+    with {:ok, valid} <- Options.validate(options, schema),
+         {:ok, security} <- security(valid[:client_config]) do
+      bootstrap = bootstrap(valid[:hosts])
+      common = common_props(bootstrap, "kmq-admin", valid, security)
+      {:ok, %{bootstrap: bootstrap, admin_props: merge([common, valid[:kafka_config][:common]])}}
+    else
+      {:error, message} -> {:error, Error.new(:invalid_option, message)}
+    end
+  end
+
+  @doc "`\"h:p,h:p\"`, IPv6 addresses in brackets."
+  @spec bootstrap([{String.t(), 1..65_535}]) :: String.t()
+  def bootstrap(hosts) do
+    Enum.map_join(hosts, ",", fn {host, port} ->
+      if String.contains?(host, ":"), do: "[#{host}]:#{port}", else: "#{host}:#{port}"
+    end)
+  end
+
+  defp warn_idle(names) do
+    require Logger
+    Logger.info("kmq: these options do nothing here: " <> Enum.join(names, ", "))
+  end
+
+  # ---- topics
+
+  @doc "`<topic>__<group>__markers`"
+  @spec default_marker_topic(String.t(), String.t()) :: String.t()
+  def default_marker_topic(topic, group_id), do: topic <> "__" <> group_id <> "__markers"
+
+  @doc "`<topic>__undelivered`"
+  @spec default_dead_letter_topic(String.t()) :: String.t()
+  def default_dead_letter_topic(topic), do: topic <> "__undelivered"
+
+  defp derive_topics(valid) do
+    topics = valid[:topics]
+
+    with {:ok, redeliver} <- named(:redeliver_to, valid, topics, & &1),
+         :ok <- redeliver_known(redeliver, topics),
+         {:ok, markers} <-
+           named(:marker_topic, valid, topics, &default_marker_topic(&1, valid[:group_id])),
+         {:ok, dead_letters} <-
+           named(:dead_letter_topic, valid, topics, &dead_letter_default(&1, redeliver)),
+         :ok <- marker_names(markers, topics, valid),
+         :ok <- dead_letter_names(dead_letters, markers, topics) do
+      {:ok,
+       %{marker_topics: markers, dead_letter_topics: dead_letters, redeliver_topics: redeliver}}
+    end
+  end
+
+  # A topic that takes another one's copies shares its dead letter topic: that is where its reader looks.
+  defp dead_letter_default(topic, redeliver) do
+    sources = for {source, ^topic} <- redeliver, source != topic, do: source
+
+    case sources do
+      [source] -> default_dead_letter_topic(source)
+      _ -> default_dead_letter_topic(topic)
+    end
+  end
+
+  defp named(option, valid, topics, default) do
+    case valid[option] do
+      nil ->
+        {:ok, Map.new(topics, &{&1, default.(&1)})}
+
+      name when is_binary(name) ->
+        {:ok, Map.new(topics, &{&1, name})}
+
+      map ->
+        case Map.keys(map) -- topics do
+          [] ->
+            {:ok, Map.new(topics, &{&1, Map.get_lazy(map, &1, fn -> default.(&1) end)})}
+
+          [other | _] ->
+            {:error,
+             "invalid value for #{inspect(option)} option: #{inspect(other)} is not one of :topics"}
+        end
+    end
+  end
+
+  defp redeliver_known(redeliver, topics) do
+    case Enum.find(redeliver, fn {_topic, target} -> target not in topics end) do
+      nil ->
+        :ok
+
+      {_topic, target} ->
+        {:error,
+         "invalid value for :redeliver_to option: #{inspect(target)} must be one of :topics, or nobody reads the copies"}
+    end
+  end
+
+  defp marker_names(markers, topics, valid) do
+    given = valid[:marker_topic] != nil
+
+    Enum.find_value(markers, :ok, fn {topic, marker} ->
+      problem = Kmq.Options.Types.topic_problem(marker)
+      twin = Enum.find(topics, &(&1 != topic and markers[&1] == marker))
+
+      cond do
+        problem && not given ->
+          {:error,
+           "the marker topic of #{inspect(topic)} and group #{inspect(valid[:group_id])}, #{inspect(marker)}, #{problem}: name one by :marker_topic"}
+
+        marker in topics ->
+          {:error, "invalid value for :marker_topic option: #{inspect(marker)} is one of :topics"}
+
+        twin ->
+          {:error,
+           "invalid value for :marker_topic option: #{inspect(topic)} and #{inspect(twin)} cannot share #{inspect(marker)}, give a map"}
+
+        true ->
+          nil
+      end
+    end)
+  end
+
+  defp dead_letter_names(dead_letters, markers, topics) do
+    marker_names = Map.values(markers)
+
+    Enum.find_value(dead_letters, :ok, fn {topic, dead_letter} ->
+      problem = Kmq.Options.Types.topic_problem(dead_letter)
+
+      cond do
+        problem ->
+          {:error,
+           "the dead letter topic of #{inspect(topic)}, #{inspect(dead_letter)}, #{problem}: name one by :dead_letter_topic"}
+
+        dead_letter in topics ->
+          {:error,
+           "invalid value for :dead_letter_topic option: #{inspect(dead_letter)} is one of :topics, dead letters would come round again"}
+
+        dead_letter in marker_names ->
+          {:error,
+           "invalid value for :dead_letter_topic option: #{inspect(dead_letter)} is a marker topic"}
+
+        String.ends_with?(dead_letter, "__undelivered__undelivered") ->
+          {:error,
+           "#{inspect(topic)} is a dead letter topic itself: name another topic for what fails again by :dead_letter_topic"}
+
+        true ->
+          nil
+      end
+    end)
+  end
+
+  # ---- time
+
+  defp timing(valid) do
+    group = valid[:group_config] || []
+    session = group[:session_timeout_seconds]
+    heartbeat = group[:heartbeat_rate_seconds]
+
+    cond do
+      session && heartbeat >= session ->
+        {:error,
+         "invalid value for :heartbeat_rate_seconds option of :group_config: it must be below :session_timeout_seconds (#{session}), got: #{heartbeat}"}
+
+      valid[:max_processing_time] > 7 * 86_400_000 ->
+        {:error,
+         "invalid value for :max_processing_time option: expected at most a week in ms, got: #{valid[:max_processing_time]}"}
+
+      valid[:lease] > 86_400_000 ->
+        {:error,
+         "invalid value for :lease option: expected at most a day in ms, got: #{valid[:lease]}"}
+
+      true ->
+        :ok
+    end
+  end
+
+  # ---- properties
+
+  defp build(valid, kind, topics, security) do
+    bootstrap = bootstrap(valid[:hosts])
+    common = common_props(bootstrap, "kmq-" <> valid[:group_id], valid, security)
+    extra = valid[:kafka_config]
+
+    props = %{
+      consumer_props:
+        merge([common, consumer_props(valid, bootstrap), extra[:common], extra[:consumer]]),
+      producer_props: merge([common, producer_props(), extra[:common], extra[:producer]]),
+      tracker_props: merge([common, extra[:common], extra[:tracker]]),
+      admin_props: merge([common, [{"group.id", valid[:group_id]}], extra[:common]])
+    }
+
+    %__MODULE__{name: valid[:name], kind: kind, bootstrap: bootstrap, commit_interval: nil}
+    |> struct!(Keyword.take(valid, @options))
+    |> struct!(commit_interval: commit_interval(valid))
+    |> struct!(topics)
+    |> struct!(props)
+  end
+
+  defp commit_interval(valid) do
+    seconds = (valid[:group_config] || [])[:offset_commit_interval_seconds]
+    default = Options.schema(:producer)[:commit_interval][:default]
+
+    if seconds && valid[:commit_interval] == default,
+      do: seconds * 1_000,
+      else: valid[:commit_interval]
+  end
+
+  defp common_props(bootstrap, client_id, valid, security) do
+    client = valid[:client_config]
+
+    [
+      {"bootstrap.servers", bootstrap},
+      {"client.id", client[:client_id_prefix] <> client_id},
+      {"client.software.name", "kmq"},
+      # Nagle costs START's round trip half of its p95.
+      {"socket.nagle.disable", "true"},
+      {"socket.keepalive.enable", "true"}
+    ] ++
+      optional("socket.connection.setup.timeout.ms", client[:connect_timeout]) ++
+      optional("socket.timeout.ms", client[:request_timeout]) ++ security
+  end
+
+  defp consumer_props(valid, bootstrap) do
+    group = valid[:group_config] || []
+    fetch = valid[:fetch_config] || []
+    session = Keyword.get(group, :session_timeout_seconds, 30) * 1_000
+    heartbeat = Keyword.get(group, :heartbeat_rate_seconds, 5) * 1_000
+    rebalance = Keyword.get(group, :rebalance_timeout_seconds, 30) * 1_000
+
+    # It must leave a drain its time: a member that is thrown out while it drains has drained for nothing.
+    max_poll = Enum.max([rebalance, session, valid[:drain_timeout] + 10_000])
+
+    [
+      {"group.id", valid[:group_id]},
+      {"session.timeout.ms", to_string(session)},
+      {"heartbeat.interval.ms", to_string(heartbeat)},
+      {"max.poll.interval.ms", to_string(max_poll)},
+      # One eager assignor for all: members on different library versions must agree.
+      {"partition.assignment.strategy", "roundrobin"},
+      # The engine decides where to begin; a library that resets by itself skips messages silently.
+      {"auto.offset.reset", "error"},
+      # Partitions added to a topic are noticed in half a minute, not in five.
+      {"topic.metadata.refresh.interval.ms", "30000"},
+      {"queued.min.messages", "100000"},
+      {"queued.max.messages.kbytes", "16384"},
+      {"fetch.max.bytes", "16777216"},
+      {"fetch.min.bytes", to_string(Keyword.get(fetch, :min_bytes, 1))},
+      {"fetch.message.max.bytes", to_string(Keyword.get(fetch, :max_bytes, 1_048_576))},
+      {"fetch.wait.max.ms", to_string(fetch[:max_wait_time] || default_max_wait(bootstrap))}
+    ] ++ optional("group.instance.id", group[:group_instance_id])
+  end
+
+  # The engine's own producer: STARTs and ENDs. It waits for nobody, the engine collects by itself.
+  defp producer_props do
+    [
+      {"acks", "all"},
+      {"linger.ms", "0"},
+      {"queue.buffering.max.messages", "500000"},
+      {"queue.buffering.max.kbytes", "65536"},
+      {"message.timeout.ms", "120000"}
+    ]
+  end
+
+  # The mock broker sleeps through new messages; where it lives in this VM nobody wants to wait a second for each.
+  defp default_max_wait(bootstrap), do: if(sandbox?(bootstrap), do: 20, else: 1_000)
+
+  defp sandbox?(bootstrap) do
+    is_pid(Process.whereis(Kmq.Registry)) and match?({:ok, _}, Kmq.Sandbox.find(bootstrap))
+  end
+
+  defp optional(_name, nil), do: []
+  defp optional(name, value), do: [{name, to_string(value)}]
+
+  # Later ones win; the order of first appearance stays.
+  defp merge(lists) do
+    all = Enum.flat_map(lists, &(&1 || []))
+    last = Map.new(all)
+    all |> Enum.map(&elem(&1, 0)) |> Enum.uniq() |> Enum.map(&{&1, last[&1]})
+  end
+
+  # ---- TLS and SASL. Messages never show the value: it may be the secret.
+
+  defp security(client) do
+    with {:ok, ssl} <- ssl(client[:ssl]),
+         {:ok, sasl} <- sasl(client[:sasl]) do
+      protocol =
+        case {ssl, sasl} do
+          {nil, nil} -> []
+          {_, nil} -> [{"security.protocol", "ssl"}]
+          {nil, _} -> [{"security.protocol", "sasl_plaintext"}]
+          {_, _} -> [{"security.protocol", "sasl_ssl"}]
+        end
+
+      {:ok, protocol ++ (ssl || []) ++ (sasl || [])}
+    end
+  end
+
+  defp ssl(value) when value in [nil, false], do: {:ok, nil}
+  defp ssl(true), do: ssl([])
+
+  defp ssl(options) when is_list(options) do
+    if Keyword.keyword?(options) do
+      verified = Keyword.get(options, :verify, :verify_peer) != :verify_none
+      named = verified and Keyword.get(options, :server_name_indication) != :disable
+
+      base = [
+        {"enable.ssl.certificate.verification", to_string(verified)},
+        {"ssl.endpoint.identification.algorithm", if(named, do: "https", else: "none")}
+      ]
+
+      Enum.reduce_while(options, {:ok, base}, fn option, {:ok, acc} ->
+        case ssl_option(option) do
+          {:ok, props} ->
+            {:cont, {:ok, acc ++ props}}
+
+          {:error, message} ->
+            {:halt, {:error, "invalid value for :ssl option of :client_config: " <> message}}
+        end
+      end)
+    else
+      {:error,
+       "invalid value for :ssl option of :client_config: expected true, false or a keyword list"}
+    end
+  end
+
+  defp ssl(_other),
+    do:
+      {:error,
+       "invalid value for :ssl option of :client_config: expected true, false or a keyword list"}
+
+  @ssl_text [
+    cacertfile: "ssl.ca.location",
+    certfile: "ssl.certificate.location",
+    keyfile: "ssl.key.location",
+    password: "ssl.key.password"
+  ]
+  @ssl_instead %{
+    cacerts: "ssl.ca.pem",
+    cert: "ssl.certificate.pem",
+    certs_keys: "ssl.certificate.pem and ssl.key.pem",
+    key: "ssl.key.pem",
+    ciphers: "ssl.cipher.suites",
+    supported_groups: "ssl.curves.list",
+    eccs: "ssl.curves.list",
+    signature_algs: "ssl.sigalgs.list",
+    customize_hostname_check: "ssl.endpoint.identification.algorithm",
+    crl_cache: "ssl.crl.location",
+    crl_check: "ssl.crl.location"
+  }
+
+  defp ssl_option({:verify, value}) when value in [:verify_peer, :verify_none], do: {:ok, []}
+
+  defp ssl_option({:verify, _value}),
+    do: {:error, "expected :verify_peer or :verify_none for :verify"}
+
+  defp ssl_option({:server_name_indication, :disable}), do: {:ok, []}
+
+  defp ssl_option({:server_name_indication, _name}) do
+    {:error,
+     ":server_name_indication takes :disable only, the name of the broker is what is checked " <>
+       "(kafka_config: [common: [\"ssl.endpoint.identification.algorithm\": ...]])"}
+  end
+
+  defp ssl_option({name, value}) when name in [:cacertfile, :certfile, :keyfile, :password] do
+    cond do
+      is_binary(value) and value != "" ->
+        {:ok, [{@ssl_text[name], value}]}
+
+      is_list(value) and value != [] and List.ascii_printable?(value) ->
+        {:ok, [{@ssl_text[name], List.to_string(value)}]}
+
+      true ->
+        {:error, "expected a string for #{inspect(name)}"}
+    end
+  end
+
+  defp ssl_option({name, _value}) do
+    case @ssl_instead[name] do
+      nil ->
+        {:error,
+         "#{inspect(name)} has no twin in librdkafka, see kafka_config: [common: [\"ssl...\": ...]]"}
+
+      property ->
+        {:error,
+         "#{inspect(name)} cannot be passed on, use kafka_config: [common: [\"#{property}\": ...]]"}
+    end
+  end
+
+  @mechanisms %{plain: "PLAIN", scram_sha_256: "SCRAM-SHA-256", scram_sha_512: "SCRAM-SHA-512"}
+
+  defp sasl(value) when value in [nil, :undefined], do: {:ok, nil}
+
+  defp sasl({mechanism, user, password})
+       when is_map_key(@mechanisms, mechanism) and is_binary(user) and is_binary(password) do
+    {:ok,
+     [
+       {"sasl.mechanism", @mechanisms[mechanism]},
+       {"sasl.username", user},
+       {"sasl.password", password}
+     ]}
+  end
+
+  defp sasl({:oauthbearer, fun}) when is_function(fun),
+    do: sasl_error("{:oauthbearer, fun} is not there yet")
+
+  defp sasl({mechanism, file})
+       when is_map_key(@mechanisms, mechanism) and (is_binary(file) or is_list(file)) do
+    with {:ok, text} <- File.read(file),
+         [user, password | _] <- text |> String.split(["\r\n", "\n"]) |> Enum.map(&String.trim/1) do
+      sasl({mechanism, user, password})
+    else
+      {:error, reason} ->
+        sasl_error("cannot read #{inspect(file)}: #{:file.format_error(reason)}")
+
+      _ ->
+        sasl_error("#{inspect(file)} does not hold a user and a password on two lines")
+    end
+  end
+
+  defp sasl({:callback, _module, _options}) do
+    sasl_error(
+      "{:callback, module, options} is brod's; use kafka_config: [common: [\"sasl.mechanism\": ...]]"
+    )
+  end
+
+  defp sasl(_secret) do
+    sasl_error(
+      "expected {mechanism, user, password} or {mechanism, file}, the mechanism one of :plain, :scram_sha_256, :scram_sha_512; " <>
+        "others by kafka_config: [common: [\"sasl.mechanism\": ...]]"
+    )
+  end
+
+  defp sasl_error(message),
+    do: {:error, "invalid value for :sasl option of :client_config: " <> message}
+end

@@ -1,0 +1,650 @@
+defmodule Kmq.Options do
+  @moduledoc false
+  # One schema a kind of process: it validates, it fills in defaults, and it writes the option docs. The shape is
+  # NimbleOptions' (type, default, required, doc, keys), which cannot be a dependency where Kmq is built; only the types used
+  # here are known.
+
+  alias Kmq.Options.Types
+
+  @typedoc "As NimbleOptions': `name: [type:, default:, required:, doc:, keys:, type_doc:]`."
+  @type schema :: keyword(keyword)
+
+  @group_config [
+    offset_commit_interval_seconds: [
+      type: :pos_integer,
+      doc: "The same as `:commit_interval`, in seconds; `:commit_interval` wins."
+    ],
+    session_timeout_seconds: [
+      type: :pos_integer,
+      default: 30,
+      doc:
+        "After so long without a heartbeat the group takes a member for dead (`session.timeout.ms`)."
+    ],
+    heartbeat_rate_seconds: [
+      type: :pos_integer,
+      default: 5,
+      doc: "`heartbeat.interval.ms`; must be below the session timeout, a third of it at most."
+    ],
+    rebalance_timeout_seconds: [
+      type: :pos_integer,
+      default: 30,
+      doc:
+        "How long a rebalance waits for a member (`max.poll.interval.ms`). Raised to the session timeout and to " <>
+          "`:drain_timeout` plus 10 seconds where it is below them."
+    ],
+    group_instance_id: [
+      type: {:custom, Types, :non_empty_string, []},
+      type_doc: "`t:String.t/0`",
+      doc:
+        "Static membership: the producer's index is put behind it (`\"worker-7-0\"`), one id for each member."
+    ],
+    rejoin_delay_seconds: [type: :non_neg_integer, doc: "Does nothing here."]
+  ]
+
+  @fetch_config [
+    min_bytes: [type: :pos_integer, default: 1, doc: "`fetch.min.bytes`."],
+    max_bytes: [
+      type: :pos_integer,
+      default: 1_048_576,
+      doc: "`fetch.message.max.bytes`: for one partition in one answer."
+    ],
+    max_wait_time: [
+      type: :pos_integer,
+      doc:
+        "`fetch.wait.max.ms`: how long a broker with nothing new keeps the question. Default 1000; with a `Kmq.Sandbox` of " <>
+          "this VM 20, because that one is not woken by new messages."
+    ]
+  ]
+
+  @client_config [
+    client_id_prefix: [
+      type: :string,
+      default: "",
+      doc: "Stands in front of the client id `kmq-<group>`."
+    ],
+    connect_timeout: [
+      type: {:custom, Types, :integer_from, [1_000]},
+      type_doc: "`t:pos_integer/0`",
+      doc: "`socket.connection.setup.timeout.ms`, at least 1000."
+    ],
+    request_timeout: [
+      type: {:custom, Types, :integer_from, [1_000]},
+      type_doc: "`t:pos_integer/0`",
+      doc: "`socket.timeout.ms`, at least 1000."
+    ],
+    ssl: [
+      type: :any,
+      default: false,
+      type_doc: "`t:boolean/0` or `t:keyword/0`",
+      doc:
+        "`true`, or Erlang's `cacertfile, certfile, keyfile, password, verify, server_name_indication: :disable`. Peers and " <>
+          "their names are verified unless `verify: :verify_none` is given."
+    ],
+    sasl: [
+      type: :any,
+      default: :undefined,
+      type_doc: "`t:tuple/0`",
+      doc:
+        "`{:plain | :scram_sha_256 | :scram_sha_512, user, password}`, or `{mechanism, file}` with the two on two lines."
+    ],
+    query_api_versions: [type: :boolean, doc: "Does nothing here."],
+    extra_sock_opts: [
+      type: :any,
+      type_doc: "`t:list/0`",
+      doc: "Does nothing here; IPv6 needs no option."
+    ]
+  ]
+
+  @connection [
+    hosts: [
+      type: {:custom, Types, :hosts, []},
+      required: true,
+      type_doc: "`t:keyword/0`, list or `t:String.t/0`",
+      doc:
+        "Brokers to ask first: `[localhost: 9092]`, `[{\"kafka-1\", 9092}]`, `\"kafka-1:9092,kafka-2:9092\"`, `\"[::1]:9092\"`."
+    ]
+  ]
+
+  @client [
+    client_config: [
+      type: :keyword_list,
+      keys: @client_config,
+      default: [],
+      doc: "Connection, TLS and SASL."
+    ],
+    kafka_config: [
+      type: {:custom, Types, :kafka_config, []},
+      default: [],
+      type_doc: "`t:keyword/0`",
+      doc:
+        "Any property of librdkafka, as `[common: [...], consumer: [...], producer: [...], tracker: [...]]`. They come last and " <>
+          "win over everything else, except the few on which the guarantees rest: those are refused, naming the option to use."
+    ]
+  ]
+
+  @group @connection ++
+           [
+             topics: [
+               type: {:custom, Types, :topics, []},
+               required: true,
+               type_doc: "list of `t:String.t/0`",
+               doc: "The queue topics to read."
+             ],
+             group_id: [
+               type: {:custom, Types, :non_empty_string, []},
+               required: true,
+               type_doc: "`t:String.t/0`",
+               doc: "The consumer group."
+             ],
+             delivery: [
+               type: {:custom, Types, :later, [[:markers], [:offsets, :at_most_once]]},
+               default: :markers,
+               type_doc: "`:markers`",
+               doc: "`:markers`: each message is acknowledged on its own."
+             ],
+             marker_format: [
+               type: {:in, [:range, :kmq]},
+               default: :range,
+               doc:
+                 "`:range`: one marker for a batch. `:kmq`: one for each message, in the bytes of softwaremill's kmq."
+             ],
+             ordering: [
+               type: {:custom, Types, :later, [[:none], [:partition, :key]]},
+               default: :none,
+               type_doc: "`:none`",
+               doc: "A queue keeps no order: each message goes to the next free worker."
+             ],
+             lease: [
+               type: {:custom, Types, :integer_from, [1_000]},
+               default: 30_000,
+               type_doc: "`t:pos_integer/0`",
+               doc:
+                 "After so many ms the messages of a *dead* consumer come back. A living one renews all it holds."
+             ],
+             max_processing_time: [
+               type: {:custom, Types, :integer_from, [100]},
+               default: 300_000,
+               type_doc: "`t:pos_integer/0`",
+               doc:
+                 "How long, in ms, a message may be in work. Then it counts as failed and comes again; a later ack is told so."
+             ],
+             max_redeliveries: [
+               type: :non_neg_integer,
+               default: 3,
+               doc:
+                 "A message is delivered 1 + so many times, then it goes to the dead letter topic."
+             ],
+             backoff: [
+               type: {:custom, Kmq.Backoff, :parse, []},
+               default: {:exponential, min: 1_000, max: 300_000, factor: 2, jitter: 0.2},
+               type_doc: "`t:Kmq.Backoff.t/0`",
+               doc: "The wait before a failed message comes again."
+             ],
+             start_ahead: [
+               type: :pos_integer,
+               default: 2_000,
+               doc: "So many messages of a consumer get their START before anyone asks for them."
+             ],
+             ack_flush_interval: [
+               type: :non_neg_integer,
+               default: 5,
+               doc: "ENDs are collected for at most so many ms."
+             ],
+             commit_interval: [
+               type: :pos_integer,
+               default: 200,
+               doc: "ms between two commits of a consumer."
+             ],
+             max_in_flight: [
+               type: :pos_integer,
+               default: 100_000,
+               doc:
+                 "Handed out and not settled, at most, by partition. Bytes are bounded by the fetch options."
+             ],
+             drain_timeout: [
+               type: :pos_integer,
+               default: 30_000,
+               doc: "How long, in ms, a stop or the next owner waits for what is in work."
+             ],
+             offset_reset_policy: [
+               type: {:custom, Types, :offset_reset_policy, []},
+               default: :earliest,
+               type_doc: "`:earliest | :latest | {:timestamp, ms}`",
+               doc:
+                 "Where the group begins at its very first start. Partitions that are born later begin at 0."
+             ],
+             begin_offset: [
+               type: {:in, [:assigned, :reset]},
+               default: :assigned,
+               doc:
+                 "`:reset` begins at `:offset_reset_policy` at each start, whatever was committed."
+             ],
+             marker_topic: [
+               type: {:custom, Types, :topic_or_map, []},
+               type_doc: "`t:String.t/0` or map",
+               doc:
+                 "Default `<topic>__<group>__markers`. A map `%{topic => marker_topic}` for several topics."
+             ],
+             dead_letter_topic: [
+               type: {:custom, Types, :topic_or_map, []},
+               type_doc: "`t:String.t/0` or map",
+               doc: "Default `<topic>__undelivered`. One for all, or a map."
+             ],
+             dead_letter_oversize: [
+               type: {:custom, Types, :later, [[:wait], [:pointer]]},
+               default: :wait,
+               type_doc: "`:wait`",
+               doc:
+                 "A message too large for the dead letter topic waits, with an alarm, until that topic takes it."
+             ],
+             redeliver_to: [
+               type: {:custom, Types, :topic_or_map, []},
+               type_doc: "`t:String.t/0` or map",
+               doc:
+                 "Where copies for another attempt go: the queue topic itself by default. Another topic must be one of `:topics`. " <>
+                   "Needed when the queue topic is compacted."
+             ],
+             count_header: [
+               type: {:custom, Types, :non_empty_string, []},
+               default: "kmq-redelivery-count",
+               type_doc: "`t:String.t/0`",
+               doc: "The header that counts failed attempts."
+             ],
+             create_topics: [
+               type: :boolean,
+               default: false,
+               doc:
+                 "Make marker and dead letter topics that are missing. Otherwise the error prints the command."
+             ],
+             allow_create_time: [
+               type: :boolean,
+               default: false,
+               doc:
+                 "Accept a marker topic that is not on `LogAppendTime`; deadlines then hang on the clients' clocks."
+             ],
+             tracker: [
+               type: {:in, [:embedded, :external]},
+               default: :embedded,
+               doc:
+                 "`:embedded` runs a tracker beside the consumers of this VM; `:external` starts none."
+             ],
+             redelivery: [
+               type: {:custom, Types, :later, [[:idempotent], [:transactional]]},
+               default: :idempotent,
+               type_doc: "`:idempotent`",
+               doc: "How the tracker writes copies."
+             ],
+             redelivery_rate: [
+               type: :pos_integer,
+               default: 10_000,
+               doc: "Copies a second, at most, for each tracker."
+             ],
+             trim_markers: [
+               type: {:custom, Types, :later, [[false], [true]]},
+               default: false,
+               type_doc: "`false`",
+               doc: "Markers are left to the topic's retention."
+             ]
+           ] ++ @client
+
+  @dispositions "`:ack`, `:retry`, `{:retry, delay_ms | backoff}`, `:reject`, `:discard` or `:noop`"
+
+  @consumer @group ++
+              [
+                group_config: [
+                  type: :keyword_list,
+                  keys: @group_config,
+                  default: [],
+                  doc: "The group protocol."
+                ],
+                fetch_config: [
+                  type: :keyword_list,
+                  keys: @fetch_config,
+                  default: [],
+                  doc: "Reading from the brokers."
+                ]
+              ]
+
+  @producer @consumer ++
+              [
+                on_success: [
+                  type: {:custom, Types, :disposition, []},
+                  default: :ack,
+                  type_doc: "disposition",
+                  doc: "What becomes of a message that succeeded: " <> @dispositions <> "."
+                ],
+                on_failure: [
+                  type: {:custom, Types, :disposition, []},
+                  default: :retry,
+                  type_doc: "disposition",
+                  doc:
+                    "What becomes of a message that failed: the same. `:retry` waits as `:backoff` says."
+                ],
+                receive_interval: [
+                  type: :any,
+                  doc: "broadway_kafka's. Does nothing here: messages wake their consumer."
+                ],
+                reconnect_timeout: [type: :any, doc: "broadway_kafka's. Does nothing here."],
+                offset_commit_on_ack: [
+                  type: :any,
+                  doc: "broadway_kafka's. Does nothing with `delivery: :markers`."
+                ],
+                shared_client: [type: :any, doc: "broadway_kafka's. Does nothing here."]
+              ]
+
+  @pull @consumer ++
+          [name: [type: :any, type_doc: "any `t:GenServer.name/0`", doc: "The process's name."]]
+
+  @tracker @group ++
+             [
+               name: [
+                 type: :any,
+                 type_doc: "any `t:GenServer.name/0`",
+                 doc: "The process's name."
+               ]
+             ]
+
+  @publisher @connection ++
+               [
+                 name: [
+                   type: :any,
+                   type_doc: "any `t:GenServer.name/0`",
+                   doc: "The process's name."
+                 ],
+                 partitioner: [
+                   type:
+                     {:in,
+                      [
+                        :murmur2_random,
+                        :murmur2,
+                        :consistent_random,
+                        :consistent,
+                        :random,
+                        :fnv1a_random,
+                        :fnv1a
+                      ]},
+                   default: :murmur2_random,
+                   doc: "Which partition a key goes to; the default is what Java clients do."
+                 ],
+                 acks: [
+                   type: {:in, [:all, 1, 0]},
+                   default: :all,
+                   doc: "Anything but `:all` may lose messages."
+                 ],
+                 compression: [
+                   type: {:in, [:lz4, :none, :gzip, :snappy, :zstd]},
+                   default: :lz4,
+                   doc: "Of whole batches."
+                 ],
+                 linger: [
+                   type: :non_neg_integer,
+                   default: 1,
+                   doc: "ms to wait for more messages before a batch is sent."
+                 ],
+                 delivery_timeout: [
+                   type: {:custom, Types, :integer_from, [1_000]},
+                   default: 120_000,
+                   type_doc: "`t:pos_integer/0`",
+                   doc:
+                     "After so many ms a message that no broker acknowledged is reported as failed."
+                 ],
+                 queue_bytes: [
+                   type: {:custom, Types, :integer_from, [1_024]},
+                   default: 67_108_864,
+                   type_doc: "`t:pos_integer/0`",
+                   doc: "Bytes that may wait in this VM for a broker; then publishing waits."
+                 ],
+                 queue_messages: [
+                   type: :pos_integer,
+                   default: 200_000,
+                   doc: "Messages that may wait in this VM for a broker; then publishing waits."
+                 ]
+               ] ++ @client
+
+  @publish [
+    key: [
+      type: {:custom, Types, :binary_or_nil, []},
+      type_doc: "`t:binary/0` or `nil`",
+      doc: "The partitioner's food. `nil` and `\"\"` differ."
+    ],
+    headers: [
+      type: {:custom, Types, :headers, []},
+      default: [],
+      type_doc: "list of `{name, value}`",
+      doc: "Values may be `nil`. Order and repetitions are kept."
+    ],
+    partition: [type: :non_neg_integer, doc: "Instead of the partitioner's choice."],
+    timestamp: [type: :pos_integer, doc: "ms since 1970; default now."],
+    timeout: [
+      type: :timeout,
+      doc:
+        "How long to wait for room in the local queue; default the publisher's `:delivery_timeout`."
+    ],
+    tags: [type: {:custom, Types, :not_yet, []}, doc: false],
+    routing_key: [type: {:custom, Types, :not_yet, []}, doc: false],
+    delay: [type: {:custom, Types, :not_yet, []}, doc: false],
+    at: [type: {:custom, Types, :not_yet, []}, doc: false],
+    ttl: [type: {:custom, Types, :not_yet, []}, doc: false]
+  ]
+
+  @configure_ack [
+    on_success: [type: {:custom, Types, :disposition, []}, doc: "As the producer's."],
+    on_failure: [type: {:custom, Types, :disposition, []}, doc: "As the producer's."]
+  ]
+
+  @idle ~w(receive_interval reconnect_timeout offset_commit_on_ack shared_client)a
+  @idle_nested [
+    group_config: ~w(rejoin_delay_seconds)a,
+    client_config: ~w(query_api_versions extra_sock_opts)a
+  ]
+
+  @doc "The schema of `:producer`, `:consumer` (pull), `:tracker`, `:publisher`, `:publish` or `:configure_ack`."
+  @spec schema(atom) :: schema
+  def schema(:producer), do: @producer
+  def schema(:consumer), do: @pull
+  def schema(:tracker), do: @tracker
+  def schema(:publisher), do: @publisher
+  def schema(:publish), do: @publish
+  def schema(:configure_ack), do: @configure_ack
+
+  @doc "All options with their defaults, or a sentence that names the option."
+  @spec validate(term, schema | atom) :: {:ok, keyword} | {:error, String.t()}
+  def validate(options, kind) when is_atom(kind), do: validate(options, schema(kind))
+
+  def validate(options, schema) when is_list(schema) do
+    with :ok <- check_keyword(options, nil), do: validate_keys(options, schema, nil)
+  end
+
+  @doc "As `validate/2`; raises `ArgumentError`."
+  @spec validate!(term, schema | atom) :: keyword
+  def validate!(options, schema) do
+    case validate(options, schema) do
+      {:ok, options} -> options
+      {:error, message} -> raise ArgumentError, message
+    end
+  end
+
+  @doc "Names of the options given that have no meaning here (they are broadway_kafka's)."
+  @spec idle(keyword) :: [String.t()]
+  def idle(options) do
+    top = for name <- @idle, Keyword.has_key?(options, name), do: inspect(name)
+
+    nested =
+      for {group, names} <- @idle_nested,
+          name <- names,
+          Keyword.has_key?(Keyword.get(options, group) || [], name),
+          do: "#{inspect(name)} of #{inspect(group)}"
+
+    top ++ nested
+  end
+
+  @doc "The options as a Markdown list."
+  @spec docs(schema | atom) :: String.t()
+  def docs(kind) when is_atom(kind), do: docs(schema(kind))
+  def docs(schema), do: schema |> docs_lines("") |> IO.iodata_to_binary()
+
+  defp docs_lines(schema, indent) do
+    for {name, spec} <- schema, spec[:doc] != false do
+      [
+        indent,
+        "  * `",
+        inspect(name),
+        "` (",
+        type_doc(spec),
+        ") - ",
+        required_doc(spec),
+        spec[:doc] || "",
+        default_doc(spec)
+      ] ++
+        ["\n\n"] ++ if(spec[:keys], do: docs_lines(spec[:keys], indent <> "    "), else: [])
+    end
+  end
+
+  defp required_doc(spec), do: if(spec[:required], do: "Required. ", else: "")
+
+  defp default_doc(spec) do
+    cond do
+      not Keyword.has_key?(spec, :default) or spec[:keys] != nil -> ""
+      true -> " The default is `#{inspect(spec[:default])}`."
+    end
+  end
+
+  defp type_doc(spec) do
+    case spec[:type_doc] || spec[:type] do
+      text when is_binary(text) -> text
+      {:in, values} -> Enum.map_join(values, " \\| ", &"`#{inspect(&1)}`")
+      :keyword_list -> "`t:keyword/0`"
+      :string -> "`t:String.t/0`"
+      :any -> "any"
+      type -> "`t:#{type}/0`"
+    end
+  end
+
+  # ---- validation
+
+  defp check_keyword(options, parent) do
+    if Keyword.keyword?(options),
+      do: :ok,
+      else:
+        {:error,
+         "expected #{of(parent, "options")} to be a keyword list, got: #{inspect(redact(options))}"}
+  end
+
+  defp of(nil, what), do: what
+  defp of(parent, _what), do: inspect(parent)
+
+  defp validate_keys(options, schema, parent) do
+    with :ok <- known(options, schema, parent), do: each(schema, options, parent, [])
+  end
+
+  defp known(options, schema, parent) do
+    case Enum.find(Keyword.keys(options), &(not Keyword.has_key?(schema, &1))) do
+      nil -> :ok
+      name -> {:error, unknown(name, Keyword.keys(schema), parent)}
+    end
+  end
+
+  defp unknown(name, names, parent) do
+    where = if parent, do: " of #{inspect(parent)}", else: ""
+    text = Atom.to_string(name)
+
+    {nearest, distance} =
+      names
+      |> Enum.map(&{&1, String.jaro_distance(text, Atom.to_string(&1))})
+      |> Enum.max_by(&elem(&1, 1))
+
+    hint =
+      if distance > 0.75,
+        do: "did you mean #{inspect(nearest)}?",
+        else: "known options are: " <> Enum.map_join(names, ", ", &inspect/1)
+
+    "unknown option #{inspect(name)}#{where}, #{hint}"
+  end
+
+  defp each([], _options, _parent, acc), do: {:ok, Enum.reverse(acc)}
+
+  defp each([{name, spec} | rest], options, parent, acc) do
+    case fetch(options, name, spec) do
+      {:ok, value} ->
+        case value(value, spec[:type], spec, name) do
+          {:ok, value} -> each(rest, options, parent, [{name, value} | acc])
+          {:error, message} -> {:error, invalid(name, parent, message)}
+          {:nested, message} -> {:error, message}
+        end
+
+      :absent ->
+        each(rest, options, parent, acc)
+
+      :required ->
+        where = if parent, do: " of #{inspect(parent)}", else: ""
+        {:error, "required option #{inspect(name)}#{where} is missing"}
+    end
+  end
+
+  # nil for an option without a default means "not given", so that options can be passed through.
+  defp fetch(options, name, spec) do
+    case Keyword.fetch(options, name) do
+      {:ok, nil} -> if spec[:required], do: :required, else: default(spec)
+      {:ok, value} -> {:ok, value}
+      :error -> if spec[:required], do: :required, else: default(spec)
+    end
+  end
+
+  defp default(spec) do
+    case Keyword.fetch(spec, :default) do
+      {:ok, value} -> {:ok, value}
+      :error -> :absent
+    end
+  end
+
+  defp invalid(name, nil, message), do: "invalid value for #{inspect(name)} option: #{message}"
+
+  defp invalid(name, parent, message),
+    do: "invalid value for #{inspect(name)} option of #{inspect(parent)}: #{message}"
+
+  defp value(value, :any, _spec, _name), do: {:ok, value}
+  defp value(value, :boolean, _spec, _name) when is_boolean(value), do: {:ok, value}
+  defp value(value, :boolean, _spec, _name), do: expected("true or false", value)
+  defp value(value, :string, _spec, _name) when is_binary(value), do: {:ok, value}
+  defp value(value, :string, _spec, _name), do: expected("a string", value)
+
+  defp value(value, :pos_integer, _spec, _name) when is_integer(value) and value > 0,
+    do: {:ok, value}
+
+  defp value(value, :pos_integer, _spec, _name), do: expected("a positive integer", value)
+
+  defp value(value, :non_neg_integer, _spec, _name) when is_integer(value) and value >= 0,
+    do: {:ok, value}
+
+  defp value(value, :non_neg_integer, _spec, _name), do: expected("a non-negative integer", value)
+  defp value(:infinity, :timeout, _spec, _name), do: {:ok, :infinity}
+
+  defp value(value, :timeout, _spec, _name) when is_integer(value) and value >= 0,
+    do: {:ok, value}
+
+  defp value(value, :timeout, _spec, _name),
+    do: expected("a non-negative integer or :infinity", value)
+
+  defp value(value, {:in, values}, _spec, _name) do
+    if value in values,
+      do: {:ok, value},
+      else: expected("one of #{Enum.map_join(values, ", ", &inspect/1)}", value)
+  end
+
+  defp value(value, {:custom, module, function, args}, _spec, _name),
+    do: apply(module, function, [value | args])
+
+  defp value(value, :keyword_list, spec, name) do
+    nested =
+      with :ok <- check_keyword(value, name),
+           do: validate_keys(value, Keyword.get(spec, :keys, []), name)
+
+    with {:error, message} <- nested, do: {:nested, message}
+  end
+
+  defp expected(what, value), do: {:error, "expected #{what}, got: #{inspect(value)}"}
+
+  # A wrong list of options may hold a password.
+  defp redact(value) when is_list(value), do: :"a list that is not one"
+  defp redact(value), do: value
+end

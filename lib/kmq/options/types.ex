@@ -1,0 +1,348 @@
+defmodule Kmq.Options.Types do
+  @moduledoc false
+  # The custom types of Kmq.Options: each takes a value and gives {:ok, normal form} or {:error, what is wrong with it}.
+
+  @type result :: {:ok, term} | {:error, String.t()}
+
+  # ---- small ones
+
+  @spec integer_from(term, integer) :: result
+  def integer_from(value, from) when is_integer(value) and value >= from, do: {:ok, value}
+
+  def integer_from(value, from),
+    do: {:error, "expected an integer of at least #{from}, got: #{inspect(value)}"}
+
+  @spec non_empty_string(term) :: result
+  def non_empty_string(value) when is_binary(value) and value != "" do
+    if String.valid?(value) and not String.contains?(value, <<0>>),
+      do: {:ok, value},
+      else: {:error, "expected UTF-8 text without NUL, got: #{inspect(value)}"}
+  end
+
+  def non_empty_string(value), do: {:error, "expected a non-empty string, got: #{inspect(value)}"}
+
+  @spec binary_or_nil(term) :: result
+  def binary_or_nil(value) when is_binary(value) or is_nil(value), do: {:ok, value}
+  def binary_or_nil(value), do: {:error, "expected a binary or nil, got: #{inspect(value)}"}
+
+  @doc "What is there now, and what is known but comes with a later version."
+  @spec later(term, list, list) :: result
+  def later(value, now, later) do
+    cond do
+      value in now ->
+        {:ok, value}
+
+      value in later ->
+        {:error,
+         "#{inspect(value)} is not there yet; this version has #{Enum.map_join(now, ", ", &inspect/1)}"}
+
+      true ->
+        {:error, "expected #{Enum.map_join(now, ", ", &inspect/1)}, got: #{inspect(value)}"}
+    end
+  end
+
+  @spec not_yet(term) :: result
+  def not_yet(_value), do: {:error, "it is not there yet in this version"}
+
+  @spec headers(term) :: result
+  def headers(value) do
+    if is_list(value) and Enum.all?(value, &header?/1),
+      do: {:ok, value},
+      else:
+        {:error,
+         "expected a list of {name, value}, the name a string, the value a binary or nil, got: #{inspect(value)}"}
+  end
+
+  defp header?({name, value}) when is_binary(name) and (is_binary(value) or is_nil(value)),
+    do: name != ""
+
+  defp header?(_other), do: false
+
+  @spec offset_reset_policy(term) :: result
+  def offset_reset_policy(value) when value in [:earliest, :latest], do: {:ok, value}
+
+  def offset_reset_policy({:timestamp, ms}) when is_integer(ms) and ms >= 0,
+    do: {:ok, {:timestamp, ms}}
+
+  def offset_reset_policy(value),
+    do: {:error, "expected :earliest, :latest or {:timestamp, ms}, got: #{inspect(value)}"}
+
+  @doc "What becomes of a message: an action, its backoff in normal form."
+  @spec disposition(term) :: result
+  def disposition(value) when value in [:ack, :retry, :reject, :discard, :noop], do: {:ok, value}
+
+  def disposition({:retry, delay}) when is_integer(delay) and delay >= 0,
+    do: {:ok, {:retry, delay}}
+
+  def disposition({:retry, function}) when is_function(function, 2), do: {:ok, {:retry, function}}
+
+  def disposition({:retry, backoff}) do
+    with {:ok, backoff} <- Kmq.Backoff.parse(backoff), do: {:ok, {:retry, backoff}}
+  end
+
+  def disposition(value) when value in [:release, :snooze],
+    do: {:error, "#{inspect(value)} is not there yet"}
+
+  def disposition({:snooze, _delay} = value), do: {:error, "#{inspect(value)} is not there yet"}
+
+  def disposition(value) do
+    {:error,
+     "expected :ack, :retry, {:retry, delay_ms | backoff}, :reject, :discard or :noop, got: #{inspect(value)}"}
+  end
+
+  # ---- topics
+
+  @spec topics(term) :: result
+  def topics([]), do: {:error, "expected at least one topic"}
+
+  def topics(value) when is_list(value) do
+    cond do
+      bad = Enum.find(value, &(not is_binary(&1))) ->
+        {:error, "expected a list of strings, got: #{inspect(bad)} in it"}
+
+      bad = Enum.find(value, &(topic_problem(&1) != nil)) ->
+        {:error, "#{inspect(bad)} #{topic_problem(bad)}"}
+
+      value != Enum.uniq(value) ->
+        {:error, "#{inspect(hd(value -- Enum.uniq(value)))} is named twice"}
+
+      true ->
+        {:ok, value}
+    end
+  end
+
+  def topics(value), do: {:error, "expected a list of strings, got: #{inspect(value)}"}
+
+  @spec topic_or_map(term) :: result
+  def topic_or_map(value) when is_binary(value) do
+    case topic_problem(value) do
+      nil -> {:ok, value}
+      problem -> {:error, "#{inspect(value)} #{problem}"}
+    end
+  end
+
+  def topic_or_map(value) when is_map(value) do
+    Enum.find_value(value, {:ok, value}, fn
+      {topic, name} when is_binary(topic) and is_binary(name) ->
+        if problem = topic_problem(name), do: {:error, "#{inspect(name)} #{problem}"}
+
+      other ->
+        {:error, "expected a map from topic to topic, got #{inspect(other)} in it"}
+    end)
+  end
+
+  def topic_or_map(value),
+    do: {:error, "expected a string or a map from topic to topic, got: #{inspect(value)}"}
+
+  @doc "What is wrong with a topic's name, or nil."
+  @spec topic_problem(String.t()) :: String.t() | nil
+  def topic_problem(name) do
+    cond do
+      name == "" ->
+        "is empty"
+
+      name in [".", ".."] ->
+        "is not a name Kafka takes"
+
+      byte_size(name) > 249 ->
+        "is #{byte_size(name)} characters long, Kafka takes 249"
+
+      name =~ ~r/\A[a-zA-Z0-9._-]+\z/ ->
+        nil
+
+      true ->
+        "has characters Kafka does not take in a topic's name (letters, digits, dot, _ and - only)"
+    end
+  end
+
+  # ---- hosts: normal form [{host, port}], the host without brackets
+
+  @spec hosts(term) :: {:ok, [{String.t(), 1..65_535}]} | {:error, String.t()}
+  def hosts(value) when is_binary(value) do
+    value |> String.split(",") |> Enum.map(&String.trim/1) |> collect(&host_text/1)
+  end
+
+  def hosts([]), do: {:error, "expected at least one host"}
+
+  def hosts(value) when is_list(value) do
+    cond do
+      List.ascii_printable?(value) -> value |> List.to_string() |> hosts()
+      true -> collect(value, &host_term/1)
+    end
+  end
+
+  def hosts(value),
+    do:
+      {:error,
+       "expected a keyword list, a list of {host, port} or a string, got: #{inspect(value)}"}
+
+  defp collect(values, fun) do
+    Enum.reduce_while(values, {:ok, []}, fn value, {:ok, acc} ->
+      case fun.(value) do
+        {:ok, host} -> {:cont, {:ok, acc ++ [host]}}
+        {:error, message} -> {:halt, {:error, message}}
+      end
+    end)
+  end
+
+  defp host_term({host, port}) when is_integer(port) do
+    with {:ok, host} <- host_name(host), do: host_port(unbracket(host), port)
+  end
+
+  defp host_term({host, port}) when is_binary(port), do: host_text("#{host}:#{port}")
+  defp host_term(text) when is_binary(text), do: host_text(String.trim(text))
+  defp host_term(other), do: {:error, "expected {host, port}, got: #{inspect(other)}"}
+
+  defp host_name(host) when is_binary(host), do: {:ok, host}
+
+  defp host_name(host) when is_atom(host) and host not in [nil, true, false],
+    do: {:ok, Atom.to_string(host)}
+
+  defp host_name(host) when is_tuple(host) do
+    case :inet.ntoa(host) do
+      {:error, _} -> {:error, "expected a host, got: #{inspect(host)}"}
+      text -> {:ok, List.to_string(text)}
+    end
+  end
+
+  defp host_name(host) when is_list(host) and host != [] do
+    if List.ascii_printable?(host),
+      do: {:ok, List.to_string(host)},
+      else: {:error, "expected a host, got: #{inspect(host)}"}
+  end
+
+  defp host_name(host), do: {:error, "expected a host, got: #{inspect(host)}"}
+
+  defp host_text(""), do: {:error, "an empty entry (a comma too many?)"}
+
+  defp host_text("[" <> _ = text) do
+    case Regex.run(~r/\A\[([^\]]+)\]:(\d+)\z/, text) do
+      [_, host, port] -> host_port(host, String.to_integer(port))
+      nil -> {:error, "#{inspect(text)} is not [address]:port"}
+    end
+  end
+
+  defp host_text(text) do
+    case String.split(text, ":") do
+      [_host] ->
+        {:error, "#{inspect(text)} has no port, write \"#{text}:9092\""}
+
+      [host, port] ->
+        host_text(text, host, Integer.parse(port))
+
+      _more ->
+        {:error,
+         "#{inspect(text)} is ambiguous, write an IPv6 address in brackets: \"[::1]:9092\""}
+    end
+  end
+
+  defp host_text(_text, host, {port, ""}), do: host_port(host, port)
+  defp host_text(text, _host, _other), do: {:error, "#{inspect(text)} is not host:port"}
+
+  defp host_port(host, port) when port in 1..65_535 do
+    cond do
+      host == "" -> {:error, "a host is empty"}
+      String.contains?(host, ":") -> ipv6(host, port)
+      host =~ ~r/\A[^\s,\[\]\/@]+\z/ -> {:ok, {host, port}}
+      true -> {:error, "#{inspect(host)} is not the name of a host"}
+    end
+  end
+
+  defp host_port(host, port),
+    do: {:error, "#{inspect("#{host}:#{port}")}: a port is between 1 and 65535"}
+
+  # A zone ("fe80::1%eth0") is the resolver's business; what stands before it must be an address.
+  defp ipv6(host, port) do
+    [address | _zone] = String.split(host, "%", parts: 2)
+
+    case :inet.parse_ipv6strict_address(String.to_charlist(address)) do
+      {:ok, _} -> {:ok, {host, port}}
+      {:error, _} -> {:error, "#{inspect(host)} is not an IPv6 address"}
+    end
+  end
+
+  defp unbracket(host) do
+    case Regex.run(~r/\A\[(.+)\]\z/, host) do
+      [_, inner] -> inner
+      nil -> host
+    end
+  end
+
+  # ---- librdkafka properties: normal form [common: [{binary, binary}], ...]
+
+  @kafka_groups [:common, :consumer, :producer, :tracker]
+  @reserved %{
+    "bootstrap.servers" => "use :hosts",
+    "metadata.broker.list" => "use :hosts",
+    "group.id" => "use :group_id",
+    "enable.auto.commit" => "Kmq commits by itself",
+    "auto.commit.enable" => "Kmq commits by itself",
+    "enable.auto.offset.store" => "Kmq commits by itself",
+    "auto.offset.reset" => "use :offset_reset_policy",
+    "enable.partition.eof" => "Kmq sets it",
+    "enable.idempotence" => "Kmq sets it",
+    "transactional.id" => "Kmq sets it",
+    "acks" => "use :acks of Kmq.Publisher; Kmq's own producers need all",
+    "request.required.acks" => "use :acks of Kmq.Publisher; Kmq's own producers need all",
+    "allow.auto.create.topics" => "topics are never made by asking for them",
+    "log.queue" => "Kmq sets it",
+    "group.protocol" => "it is not there yet"
+  }
+
+  @spec kafka_config(term) :: result
+  def kafka_config(value) do
+    if Keyword.keyword?(value) or value == [] do
+      case Keyword.keys(value) -- @kafka_groups do
+        [] ->
+          properties(value)
+
+        [name | _] ->
+          {:error,
+           "unknown group #{inspect(name)}, expected :common, :consumer, :producer or :tracker"}
+      end
+    else
+      {:error, "expected [common: ..., consumer: ..., producer: ..., tracker: ...]"}
+    end
+  end
+
+  defp properties(groups) do
+    Enum.reduce_while(groups, {:ok, []}, fn {group, properties}, {:ok, acc} ->
+      case property_list(properties) do
+        {:ok, list} -> {:cont, {:ok, acc ++ [{group, list}]}}
+        {:error, message} -> {:halt, {:error, message}}
+      end
+    end)
+  end
+
+  defp property_list(properties) when is_list(properties) or is_map(properties),
+    do: collect(properties, &property/1)
+
+  defp property_list(_other), do: {:error, "expected a list of librdkafka's properties"}
+
+  defp property({name, value}) when is_atom(name) or is_binary(name) do
+    name = to_string(name)
+
+    cond do
+      reason = @reserved[name] ->
+        {:error, "#{name} cannot be set here: #{reason}"}
+
+      not printable?(value) ->
+        {:error, "expected a string, number, boolean or atom for #{name}"}
+
+      cooperative?(name, value) ->
+        {:error,
+         "#{name}: cooperative-sticky is not there yet; this version has roundrobin and range"}
+
+      true ->
+        {:ok, {name, to_string(value)}}
+    end
+  end
+
+  defp property(_other), do: {:error, "expected a list of {name, value}"}
+
+  defp printable?(value),
+    do: is_binary(value) or is_number(value) or (is_atom(value) and not is_nil(value))
+
+  defp cooperative?(name, value),
+    do: name == "partition.assignment.strategy" and to_string(value) =~ "cooperative"
+end
