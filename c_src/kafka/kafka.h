@@ -31,10 +31,13 @@ bool kafka_error_retriable(int code);
 const char *kafka_version(void);
 int kafka_version_number(void);
 
+/* A name that begins with '?' is set where the library knows the property, and skipped where it does not. */
 typedef struct kafka_property { const char *name, *value; } kafka_property;
 
 /* A wake-up: fn is called from librdkafka's threads, on empty -> non-empty, with the queue's lock held: it may not call kafka_*.
- * Or fd >= 0: one byte is written to fd. Pop or poll UNTIL EMPTY, or remember that you did not. */
+ * (With the property `debug` set, library calls log, so fn can also run in the thread that makes a call.)
+ * Or fn NULL and fd >= 0: one byte is written to fd, which should be non-blocking. Neither (fn NULL, fd -1): none.
+ * Pop or poll UNTIL EMPTY, or remember that you did not: there is no second wake-up for what is already there. */
 typedef struct kafka_wake { void (*fn)(void *ctx); void *ctx; int fd; } kafka_wake;
 
 /* ------------------------------------------------------------------ consumer */
@@ -83,7 +86,8 @@ typedef struct kafka_record {
     const void *value;
     size_t value_len;
     int32_t partition;
-    int error;              /* != 0: not a message; offset, key and value are void. KAFKA_RECORD_EOF, ..._OUT_OF_RANGE or a code */
+    int error;              /* != 0: not a message; key and value are void (offset too, but EOF's is the position at the end).
+                             * KAFKA_RECORD_EOF, ..._OUT_OF_RANGE or a code */
     const char *error_text;
     void *priv;
 } kafka_record;
@@ -97,11 +101,17 @@ int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka
 int kafka_consumer_subscribe(kafka_consumer *consumer, const char *const *topics, size_t n_topics, kafka_error *err);
 /* One event of the control queue; false = empty. Release with kafka_event_free before anything else is asked of the consumer's events. */
 bool kafka_consumer_poll(kafka_consumer *consumer, kafka_event *event);
+/* An event owns what it shows: it may be kept, and moved to another variable, until freed. For consumers' and producers' alike. */
 void kafka_event_free(kafka_event *event);
 /* Replaces the assignment (eager). Each partition's queue is created, forwarding off and wake-up on, BEFORE the assign. offset >= 0 or
  * KAFKA_OFFSET_BEGINNING (-2) / END (-1) / STORED (-1000). */
 int kafka_consumer_assign(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err);
 int kafka_consumer_unassign(kafka_consumer *consumer, kafka_error *err); /* wake-ups off, queues destroyed, assign(NULL) */
+/* When the group rebalances incrementally (cooperative-sticky), ASSIGN is answered with assign_add, REVOKE with assign_remove (a lost one, too);
+ * the queues of the other partitions stay as they are. Answering by the wrong pair is an error. Waits for librdkafka's main thread, as assign does (< 1 ms). */
+bool kafka_consumer_cooperative(kafka_consumer *consumer);
+int kafka_consumer_assign_add(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err);
+int kafka_consumer_assign_remove(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err);
 /* Borrowed until the next assign/unassign; NULL when not assigned. */
 kafka_queue *kafka_consumer_queue(kafka_consumer *consumer, const char *topic, int32_t partition);
 /* Pops up to max records without waiting. Free them all with kafka_records_free (in bulk: that is what is fast). */
@@ -112,7 +122,9 @@ void kafka_records_free(kafka_record *records, size_t n);
 size_t kafka_record_headers(const kafka_record *record, kafka_header *out, size_t max);
 /* Asynchronous, as member of the group; ends as EVENT_COMMIT with `opaque`. Metadata is checked (ASCII, no NUL, <= 4096). */
 int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque, kafka_error *err);
-int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t partition, int64_t offset, kafka_error *err); /* does not wait */
+/* Does not wait. After KAFKA_RECORD_OUT_OF_RANGE the partition stands still until it is sought. What was fetched before the seek and not
+ * popped is dropped by librdkafka. */
+int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t partition, int64_t offset, kafka_error *err);
 int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err); /* token NULL: failure, err text = principal */
 bool kafka_consumer_lost(kafka_consumer *consumer);
 const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t cap);
@@ -137,7 +149,9 @@ typedef struct kafka_report {
 
 /* Forced: enable.idempotence=true, acks=all (unless props say otherwise for a publisher: `idempotent` false), log.queue=true. */
 int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempotent, const kafka_wake *wake, kafka_producer **out, kafka_error *err);
-/* Never makes the broker create a topic by itself: allow.auto.create.topics=false. Keep for the producer's life; freed with it. */
+/* Keep for the producer's life; freed with it; the same handle for the same name. The caller makes sure before that the topic exists
+ * (kafka_admin_partitions): a producer of librdkafka 2.0.2 asks for its topics' metadata in a way that makes a broker with
+ * auto.create.topics.enable create a missing one, with the broker's defaults, whatever allow.auto.create.topics says. */
 kafka_topic *kafka_producer_topic(kafka_producer *producer, const char *topic, kafka_error *err);
 /* Copies key, value and headers. partition -1 = the partitioner's choice. timestamp_ms 0 = now. KAFKA_EFULL: nothing was queued. */
 int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t partition, const void *key, size_t key_len, const void *value, size_t value_len,
@@ -149,7 +163,9 @@ bool kafka_producer_poll(kafka_producer *producer, kafka_event *event);
 int kafka_producer_queued(kafka_producer *producer); /* messages and reports not yet read */
 bool kafka_producer_fatal(kafka_producer *producer, kafka_error *err);
 int kafka_producer_test_fatal(kafka_producer *producer, const char *reason); /* rd_kafka_test_fatal_error */
-void kafka_producer_purge(kafka_producer *producer); /* what is queued or in flight comes back as failed reports */
+/* What is queued or in flight comes back as failed reports (_PURGE_QUEUE, _PURGE_INFLIGHT). Read the reports until empty after it:
+ * for those that this call itself makes there is no wake-up. */
+void kafka_producer_purge(kafka_producer *producer);
 int kafka_producer_set_token(kafka_producer *producer, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
 void kafka_producer_destroy(kafka_producer *producer, void (*done)(void *ctx), void *ctx); /* purges, then reaper */
 

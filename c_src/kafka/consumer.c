@@ -1,0 +1,441 @@
+/* consumer - a group member whose partitions are read one by one.
+ *
+ *      broker threads                                      the caller
+ *        |  fetched records  -> queue of orders/0  --wake-->  kafka_queue_pop
+ *        |                   -> queue of orders/1  --wake-->  kafka_queue_pop
+ *        |  rebalance, commits, errors, logs -> control --wake--> kafka_consumer_poll
+ *
+ * Invariants:
+ *   (1) a partition's queue exists, is not forwarded and has its wake-up before librdkafka is told of the assignment;
+ *   (2) queues[] is sorted by (topic, partition) and holds exactly what was last assigned;
+ *   (3) no message, event or partition list of librdkafka is held between two calls, but for records not yet freed;
+ *   (4) after kafka_consumer_destroy has returned, no wake-up runs.
+ * Costs: look-up O(log partitions); pop about 200 ns a record, freeing included.
+ * Thread rule: one thread at a time. kafka_consumer_commit and kafka_records_free may be called from any. */
+#include "internal.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { METADATA_MAX = 4096 }; /* the broker's offset.metadata.max.bytes, by default */
+
+struct kafka_queue {
+    rd_kafka_queue_t *rkqu;
+    char *topic;
+    int32_t partition;
+    int64_t start;  /* as assigned */
+    bool stopped;   /* an out-of-range has stopped its fetching: seek must start it afresh */
+};
+
+struct kafka_consumer {
+    rd_kafka_t *rk;
+    rd_kafka_queue_t *control;
+    kafka_wake control_wake, records_wake;
+    kafka_queue **queues;
+    size_t n_queues, cap_queues;
+    kafka_reaper *reaper;
+};
+
+/* ------------------------------------------------------------------ open */
+
+int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka_wake *control, const kafka_wake *records,
+                        kafka_consumer **out, kafka_error *err)
+{
+    /* a group.id is what makes librdkafka's assign() work at all: one without a group gets a name that is never joined */
+    static const kafka_property defaults[] = {{"group.id", "kmq-assign"}};
+    static const kafka_property forced[] = {{"enable.auto.commit", "false"}, {"enable.auto.offset.store", "false"}};
+    static const kafka_wake none = {.fd = -1};
+    int events = kafka_common_events(props, n_props) | RD_KAFKA_EVENT_REBALANCE | RD_KAFKA_EVENT_OFFSET_COMMIT;
+    kafka_consumer *consumer = calloc(1, sizeof *consumer);
+    kafka_reaper *reaper = kafka_reaper_new();
+    if (consumer == NULL || reaper == NULL) {
+        free(consumer);
+        free(reaper);
+        return kafka_no_memory(err);
+    }
+    consumer->reaper = reaper;
+    consumer->control_wake = control != NULL ? *control : none;
+    consumer->records_wake = records != NULL ? *records : none;
+    consumer->rk = kafka_client_new(RD_KAFKA_CONSUMER, defaults, 1, props, n_props, forced, 2, events, err);
+    if (consumer->rk == NULL) {
+        free(reaper);
+        free(consumer);
+        return KAFKA_EKAFKA;
+    }
+    /* the wake-up first: what the other queues hold already moves over with one */
+    consumer->control = rd_kafka_queue_get_consumer(consumer->rk);
+    kafka_wake_on(consumer->control, &consumer->control_wake);
+    rd_kafka_set_log_queue(consumer->rk, consumer->control);
+    rd_kafka_poll_set_consumer(consumer->rk);
+    *out = consumer;
+    return KAFKA_OK;
+}
+
+int kafka_consumer_subscribe(kafka_consumer *consumer, const char *const *topics, size_t n_topics, kafka_error *err)
+{
+    rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n_topics);
+    for (size_t i = 0; i < n_topics; i++) rd_kafka_topic_partition_list_add(list, topics[i], RD_KAFKA_PARTITION_UA);
+    rd_kafka_resp_err_t code = rd_kafka_subscribe(consumer->rk, list);
+    rd_kafka_topic_partition_list_destroy(list);
+    return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, consumer->rk, code, "subscribe");
+}
+
+bool kafka_consumer_poll(kafka_consumer *consumer, kafka_event *event)
+{
+    rd_kafka_event_t *rkev;
+    while ((rkev = rd_kafka_queue_poll(consumer->control, 0)) != NULL) {
+        bool made = kafka_event_make(consumer->rk, rkev, event);
+        rd_kafka_event_destroy(rkev);
+        if (made) return true;
+    }
+    memset(event, 0, sizeof *event);
+    return false;
+}
+
+/* ------------------------------------------------------------------ assignment */
+
+static int compare(const kafka_queue *queue, const char *topic, int32_t partition)
+{
+    int order = strcmp(queue->topic, topic);
+    if (order != 0) return order;
+    return queue->partition < partition ? -1 : queue->partition > partition;
+}
+
+/* Where it is, or would have to be put. */
+static size_t position(const kafka_consumer *consumer, const char *topic, int32_t partition)
+{
+    size_t lo = 0, hi = consumer->n_queues;
+    while (lo < hi) {
+        size_t mid = lo + (hi - lo) / 2;
+        if (compare(consumer->queues[mid], topic, partition) < 0)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+kafka_queue *kafka_consumer_queue(kafka_consumer *consumer, const char *topic, int32_t partition)
+{
+    size_t at = position(consumer, topic, partition);
+    return at < consumer->n_queues && compare(consumer->queues[at], topic, partition) == 0 ? consumer->queues[at] : NULL;
+}
+
+static void queue_del(kafka_queue *queue)
+{
+    kafka_wake_off(queue->rkqu);
+    rd_kafka_queue_destroy(queue->rkqu);
+    free(queue->topic);
+    free(queue);
+}
+
+static void queues_clear(kafka_consumer *consumer)
+{
+    for (size_t i = 0; i < consumer->n_queues; i++) queue_del(consumer->queues[i]);
+    consumer->n_queues = 0;
+}
+
+static void queue_remove(kafka_consumer *consumer, const char *topic, int32_t partition)
+{
+    size_t at = position(consumer, topic, partition);
+    if (at == consumer->n_queues || compare(consumer->queues[at], topic, partition) != 0) return;
+    queue_del(consumer->queues[at]);
+    consumer->n_queues--;
+    memmove(consumer->queues + at, consumer->queues + at + 1, (consumer->n_queues - at) * sizeof *consumer->queues);
+}
+
+/* Splits this partition off the consumer's queue. The flag that keeps it split survives later assignments. */
+static int queue_add(kafka_consumer *consumer, const kafka_partition *partition, kafka_error *err)
+{
+    size_t at = position(consumer, partition->topic, partition->partition);
+    if (at < consumer->n_queues && compare(consumer->queues[at], partition->topic, partition->partition) == 0) {
+        consumer->queues[at]->start = partition->offset;
+        consumer->queues[at]->stopped = false;
+        return KAFKA_OK;
+    }
+    if (consumer->n_queues == consumer->cap_queues) {
+        size_t cap = consumer->cap_queues == 0 ? 16 : 2 * consumer->cap_queues;
+        kafka_queue **grown = realloc(consumer->queues, cap * sizeof *grown);
+        if (grown == NULL) return kafka_no_memory(err);
+        consumer->queues = grown;
+        consumer->cap_queues = cap;
+    }
+    kafka_queue *queue = calloc(1, sizeof *queue);
+    char *topic = strdup(partition->topic);
+    if (queue == NULL || topic == NULL) {
+        free(queue);
+        free(topic);
+        return kafka_no_memory(err);
+    }
+    *queue = (kafka_queue){.topic = topic, .partition = partition->partition, .start = partition->offset};
+    queue->rkqu = rd_kafka_queue_get_partition(consumer->rk, topic, partition->partition);
+    if (queue->rkqu == NULL) {
+        free(topic);
+        free(queue);
+        kafka_error_set(err, RD_KAFKA_RESP_ERR__UNKNOWN_PARTITION, "no queue for %s/%d", partition->topic, (int)partition->partition);
+        return KAFKA_EKAFKA;
+    }
+    rd_kafka_queue_forward(queue->rkqu, NULL);
+    kafka_wake_on(queue->rkqu, &consumer->records_wake);
+    memmove(consumer->queues + at + 1, consumer->queues + at, (consumer->n_queues - at) * sizeof *consumer->queues);
+    consumer->queues[at] = queue;
+    consumer->n_queues++;
+    return KAFKA_OK;
+}
+
+/* What librdkafka is told to start at: an offset, its beginning or end, else the commit. */
+static int64_t start_of(int64_t offset)
+{
+    return offset >= 0 || offset == RD_KAFKA_OFFSET_BEGINNING || offset == RD_KAFKA_OFFSET_END ? offset : RD_KAFKA_OFFSET_STORED;
+}
+
+static rd_kafka_topic_partition_list_t *to_list(const kafka_partition *partitions, size_t n)
+{
+    rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n);
+    for (size_t i = 0; i < n; i++)
+        rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition)->offset = start_of(partitions[i].offset);
+    return list;
+}
+
+bool kafka_consumer_cooperative(kafka_consumer *consumer)
+{
+    const char *protocol = rd_kafka_rebalance_protocol(consumer->rk);
+    return protocol != NULL && strcmp(protocol, "COOPERATIVE") == 0;
+}
+
+int kafka_consumer_assign(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err)
+{
+    int result = KAFKA_OK;
+    queues_clear(consumer);
+    for (size_t i = 0; i < n && result == KAFKA_OK; i++) result = queue_add(consumer, &partitions[i], err);
+    if (result == KAFKA_OK) {
+        rd_kafka_topic_partition_list_t *list = to_list(partitions, n);
+        rd_kafka_resp_err_t code = rd_kafka_assign(consumer->rk, list);
+        rd_kafka_topic_partition_list_destroy(list);
+        if (code != RD_KAFKA_RESP_ERR_NO_ERROR) result = kafka_fail(err, consumer->rk, code, "assign");
+    }
+    if (result != KAFKA_OK) queues_clear(consumer);
+    return result;
+}
+
+int kafka_consumer_unassign(kafka_consumer *consumer, kafka_error *err)
+{
+    queues_clear(consumer);
+    rd_kafka_resp_err_t code = rd_kafka_assign(consumer->rk, NULL);
+    return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, consumer->rk, code, "unassign");
+}
+
+int kafka_consumer_assign_add(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err)
+{
+    int result = KAFKA_OK;
+    for (size_t i = 0; i < n && result == KAFKA_OK; i++) result = queue_add(consumer, &partitions[i], err);
+    if (result == KAFKA_OK) {
+        rd_kafka_topic_partition_list_t *list = to_list(partitions, n);
+        result = kafka_fail_object(err, consumer->rk, rd_kafka_incremental_assign(consumer->rk, list), "assign");
+        rd_kafka_topic_partition_list_destroy(list);
+    }
+    if (result != KAFKA_OK)
+        for (size_t i = 0; i < n; i++) queue_remove(consumer, partitions[i].topic, partitions[i].partition);
+    return result;
+}
+
+int kafka_consumer_assign_remove(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err)
+{
+    for (size_t i = 0; i < n; i++) queue_remove(consumer, partitions[i].topic, partitions[i].partition);
+    rd_kafka_topic_partition_list_t *list = to_list(partitions, n);
+    int result = kafka_fail_object(err, consumer->rk, rd_kafka_incremental_unassign(consumer->rk, list), "unassign");
+    rd_kafka_topic_partition_list_destroy(list);
+    return result;
+}
+
+/* ------------------------------------------------------------------ records */
+
+static void to_record(rd_kafka_message_t *message, kafka_queue *queue, kafka_record *record)
+{
+    rd_kafka_timestamp_type_t type;
+    memset(record, 0, sizeof *record);
+    record->priv = message;
+    record->offset = message->offset;
+    record->partition = message->partition;
+    record->timestamp_ms = -1;
+    if (message->err != RD_KAFKA_RESP_ERR_NO_ERROR) {
+        record->error = message->err;
+        record->error_text = rd_kafka_message_errstr(message);
+        if (message->err == RD_KAFKA_RESP_ERR__PARTITION_EOF) {
+            record->error = KAFKA_RECORD_EOF;
+        } else if (message->err == RD_KAFKA_RESP_ERR__AUTO_OFFSET_RESET || message->err == RD_KAFKA_RESP_ERR_OFFSET_OUT_OF_RANGE) {
+            record->error = KAFKA_RECORD_OUT_OF_RANGE;
+            queue->stopped = true;
+        }
+        return;
+    }
+    record->timestamp_ms = rd_kafka_message_timestamp(message, &type);
+    if (type == RD_KAFKA_TIMESTAMP_NOT_AVAILABLE) record->timestamp_ms = -1;
+    record->log_append_time = type == RD_KAFKA_TIMESTAMP_LOG_APPEND_TIME;
+    record->key = message->key;
+    record->key_len = message->key_len;
+    record->value = message->payload;
+    record->value_len = message->len;
+}
+
+size_t kafka_queue_wait(kafka_queue *queue, kafka_record *out, size_t max, int timeout_ms)
+{
+    size_t n = 0;
+    rd_kafka_message_t *message;
+    while (n < max && (message = rd_kafka_consume_queue(queue->rkqu, n == 0 ? timeout_ms : 0)) != NULL) to_record(message, queue, &out[n++]);
+    return n;
+}
+
+size_t kafka_queue_pop(kafka_queue *queue, kafka_record *out, size_t max)
+{
+    return kafka_queue_wait(queue, out, max, 0);
+}
+
+void kafka_records_free(kafka_record *records, size_t n)
+{
+    for (size_t i = 0; i < n; i++) rd_kafka_message_destroy(records[i].priv);
+}
+
+size_t kafka_record_headers(const kafka_record *record, kafka_header *out, size_t max)
+{
+    rd_kafka_headers_t *headers;
+    if (rd_kafka_message_headers(record->priv, &headers) != RD_KAFKA_RESP_ERR_NO_ERROR) return 0;
+    for (size_t i = 0; i < max; i++)
+        if (rd_kafka_header_get_all(headers, i, &out[i].name, &out[i].value, &out[i].value_len) != RD_KAFKA_RESP_ERR_NO_ERROR) break;
+    return rd_kafka_header_cnt(headers);
+}
+
+/* ------------------------------------------------------------------ commit, seek */
+
+static bool metadata_ok(const char *metadata)
+{
+    size_t len = 0;
+    for (; metadata[len] != '\0'; len++)
+        if (len == METADATA_MAX || (unsigned char)metadata[len] >= 0x80) return false;
+    return true;
+}
+
+int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque, kafka_error *err)
+{
+    for (size_t i = 0; i < n; i++) {
+        /* checked here: the broker refuses one, and librdkafka then reports the error for all of them */
+        if (partitions[i].metadata != NULL && !metadata_ok(partitions[i].metadata)) {
+            kafka_error_set(err, RD_KAFKA_RESP_ERR_OFFSET_METADATA_TOO_LARGE, "commit of %s/%d: metadata must be ASCII, at most %d characters",
+                            partitions[i].topic, (int)partitions[i].partition, (int)METADATA_MAX);
+            return KAFKA_EKAFKA;
+        }
+        if (partitions[i].offset < 0) {
+            kafka_error_set(err, RD_KAFKA_RESP_ERR__INVALID_ARG, "commit of %s/%d: offset %lld", partitions[i].topic,
+                            (int)partitions[i].partition, (long long)partitions[i].offset);
+            return KAFKA_EKAFKA;
+        }
+    }
+    rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n);
+    int result = KAFKA_OK;
+    for (size_t i = 0; i < n; i++) {
+        rd_kafka_topic_partition_t *to = rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition);
+        to->offset = partitions[i].offset;
+        if (partitions[i].metadata == NULL) continue;
+        size_t len = strlen(partitions[i].metadata);
+        to->metadata = rd_kafka_mem_malloc(consumer->rk, len + 1); /* the list frees it */
+        if (to->metadata == NULL) {
+            result = kafka_no_memory(err);
+            goto done;
+        }
+        memcpy(to->metadata, partitions[i].metadata, len + 1);
+        to->metadata_size = len;
+    }
+    rd_kafka_resp_err_t code = rd_kafka_commit_queue(consumer->rk, list, consumer->control, NULL, opaque);
+    if (code != RD_KAFKA_RESP_ERR_NO_ERROR) result = kafka_fail(err, consumer->rk, code, "commit");
+done:
+    rd_kafka_topic_partition_list_destroy(list);
+    return result;
+}
+
+/* Fetching that an out-of-range has stopped does not seek: it must be assigned again, which is the whole assignment in the eager
+ * protocol. The others go on from their positions (what they had fetched ahead is fetched again). */
+static int restart(kafka_consumer *consumer, kafka_queue *queue, int64_t offset, kafka_error *err)
+{
+    int result = KAFKA_OK;
+    if (kafka_consumer_cooperative(consumer)) {
+        rd_kafka_topic_partition_list_t *one = rd_kafka_topic_partition_list_new(1);
+        rd_kafka_topic_partition_list_add(one, queue->topic, queue->partition)->offset = offset;
+        result = kafka_fail_object(err, consumer->rk, rd_kafka_incremental_unassign(consumer->rk, one), "seek");
+        if (result == KAFKA_OK) result = kafka_fail_object(err, consumer->rk, rd_kafka_incremental_assign(consumer->rk, one), "seek");
+        rd_kafka_topic_partition_list_destroy(one);
+    } else {
+        rd_kafka_topic_partition_list_t *all = rd_kafka_topic_partition_list_new((int)consumer->n_queues);
+        for (size_t i = 0; i < consumer->n_queues; i++)
+            rd_kafka_topic_partition_list_add(all, consumer->queues[i]->topic, consumer->queues[i]->partition);
+        rd_kafka_resp_err_t code = rd_kafka_position(consumer->rk, all);
+        for (size_t i = 0; i < consumer->n_queues; i++) { /* the list keeps the order it was made in */
+            if (consumer->queues[i] == queue)
+                all->elems[i].offset = offset;
+            else if (all->elems[i].offset < 0)
+                all->elems[i].offset = start_of(consumer->queues[i]->start); /* nothing popped yet */
+            all->elems[i].err = RD_KAFKA_RESP_ERR_NO_ERROR;
+        }
+        if (code == RD_KAFKA_RESP_ERR_NO_ERROR) code = rd_kafka_assign(consumer->rk, all);
+        if (code != RD_KAFKA_RESP_ERR_NO_ERROR) result = kafka_fail(err, consumer->rk, code, "seek");
+        rd_kafka_topic_partition_list_destroy(all);
+    }
+    if (result == KAFKA_OK) {
+        queue->stopped = false;
+        queue->start = offset;
+    }
+    return result;
+}
+
+int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t partition, int64_t offset, kafka_error *err)
+{
+    kafka_queue *queue = kafka_consumer_queue(consumer, topic, partition);
+    if (queue == NULL) return kafka_fail(err, NULL, RD_KAFKA_RESP_ERR__STATE, "seek: not assigned");
+    if (queue->stopped) return restart(consumer, queue, offset, err);
+    rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new(1);
+    rd_kafka_topic_partition_list_add(list, topic, partition)->offset = offset;
+    int result = kafka_fail_object(err, consumer->rk, rd_kafka_seek_partitions(consumer->rk, list, 0), "seek"); /* 0: does not wait */
+    rd_kafka_topic_partition_list_destroy(list);
+    return result;
+}
+
+/* ------------------------------------------------------------------ the rest */
+
+int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err)
+{
+    return kafka_set_token(consumer->rk, token, lifetime_ms, principal, err);
+}
+
+bool kafka_consumer_lost(kafka_consumer *consumer)
+{
+    return rd_kafka_assignment_lost(consumer->rk) != 0;
+}
+
+const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t cap)
+{
+    char *id = rd_kafka_memberid(consumer->rk);
+    snprintf(buf, cap, "%s", id != NULL ? id : "");
+    if (id != NULL) rd_kafka_mem_free(consumer->rk, id);
+    return buf;
+}
+
+int kafka_consumer_close_begin(kafka_consumer *consumer, kafka_error *err)
+{
+    return kafka_fail_object(err, consumer->rk, rd_kafka_consumer_close_queue(consumer->rk, consumer->control), "close");
+}
+
+bool kafka_consumer_closed(kafka_consumer *consumer)
+{
+    return rd_kafka_consumer_closed(consumer->rk) != 0;
+}
+
+void kafka_consumer_destroy(kafka_consumer *consumer, void (*done)(void *ctx), void *ctx)
+{
+    /* not closed: leaving the group in an orderly way may take for ever (a broker that does not answer), so it is not tried */
+    int flags = kafka_consumer_closed(consumer) ? 0 : RD_KAFKA_DESTROY_F_NO_CONSUMER_CLOSE;
+    queues_clear(consumer);
+    free(consumer->queues);
+    kafka_wake_off(consumer->control);
+    rd_kafka_queue_destroy(consumer->control);
+    kafka_reap(consumer->reaper, consumer->rk, flags, done, ctx);
+    free(consumer);
+}

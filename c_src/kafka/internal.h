@@ -1,0 +1,55 @@
+/* internal - what the files of this folder share. Nothing outside this folder includes it, or librdkafka.
+ *
+ *   error.c    codes, names, which errors pass by themselves
+ *   client.c   properties -> a librdkafka client; wake-ups; the live counter
+ *   event.c    a librdkafka event -> a kafka_event that owns all it shows
+ *   reaper.c   destroying, which may never return
+ *   consumer.c producer.c admin.c reader.c failpoint.c
+ */
+#ifndef KAFKA_INTERNAL_H
+#define KAFKA_INTERNAL_H
+
+#include "kafka.h"
+#include <librdkafka/rdkafka.h>
+
+/* Fills err (may be NULL) and returns KAFKA_EKAFKA, so that a caller can `return kafka_fail(...)`. what = what was being
+ * tried, or NULL. When code is _FATAL and rk is not NULL, the client's original fatal error is shown instead. */
+int kafka_fail(kafka_error *err, rd_kafka_t *rk, rd_kafka_resp_err_t code, const char *what);
+/* The same for an error object, which is taken (destroyed); NULL = no error, KAFKA_OK. */
+int kafka_fail_object(kafka_error *err, rd_kafka_t *rk, rd_kafka_error_t *error, const char *what);
+int kafka_no_memory(kafka_error *err);
+
+/* A client of this type. Defaults come first, then props, then forced: the later wins. events: RD_KAFKA_EVENT_* to be
+ * delivered as events. Counted by kafka_live from here until the reaper has destroyed it. */
+rd_kafka_t *kafka_client_new(rd_kafka_type_t type, const kafka_property *defaults, size_t n_defaults,
+                             const kafka_property *props, size_t n_props, const kafka_property *forced, size_t n_forced,
+                             int events, kafka_error *err);
+/* The value of a property in props (the last one wins), or NULL. */
+const char *kafka_property_get(const kafka_property *props, size_t n_props, const char *name);
+/* The events that every consumer and producer has; TOKEN only where librdkafka does not find tokens by itself. */
+int kafka_common_events(const kafka_property *props, size_t n_props);
+
+/* wake must stay where it is until kafka_wake_off returned. */
+void kafka_wake_on(rd_kafka_queue_t *queue, kafka_wake *wake);
+void kafka_wake_off(rd_kafka_queue_t *queue);
+
+/* Copies what is to be seen of rkev, which stays the caller's. False: an event of no interest. Out of memory: an ERROR event. */
+bool kafka_event_make(rd_kafka_t *rk, rd_kafka_event_t *rkev, kafka_event *event);
+void kafka_error_made(kafka_error *error, rd_kafka_t *rk, rd_kafka_resp_err_t code, const char *text);
+
+int kafka_set_token(rd_kafka_t *rk, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
+
+/* The job of destroying one client: allocated when the client is opened, so that destroying cannot fail for memory. */
+typedef struct kafka_reaper {
+    rd_kafka_t *rk;
+    int flags; /* RD_KAFKA_DESTROY_F_... */
+    void (*done)(void *ctx);
+    void *ctx;
+} kafka_reaper;
+kafka_reaper *kafka_reaper_new(void);
+/* Starts the thread and returns at once; takes the reaper. */
+void kafka_reap(kafka_reaper *reaper, rd_kafka_t *rk, int flags, void (*done)(void *ctx), void *ctx);
+
+void kafka_live_add(int n);
+
+#endif

@@ -1,0 +1,52 @@
+/* reaper - destroys clients. rd_kafka_destroy can take seconds and, by bugs of some versions, for ever: so each has a thread of its own,
+ * detached, and nobody waits for it. kafka_live() tells what is left. */
+#include "internal.h"
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+static atomic_int live; /* clients opened and not yet destroyed, in this process */
+
+int kafka_live(void)
+{
+    return atomic_load(&live);
+}
+
+void kafka_live_add(int n)
+{
+    atomic_fetch_add(&live, n);
+}
+
+kafka_reaper *kafka_reaper_new(void)
+{
+    return calloc(1, sizeof(kafka_reaper));
+}
+
+static void *run(void *arg)
+{
+    kafka_reaper *reaper = arg;
+    rd_kafka_destroy_flags(reaper->rk, reaper->flags);
+    kafka_live_add(-1);
+    if (reaper->done != NULL) reaper->done(reaper->ctx);
+    free(reaper);
+    return NULL;
+}
+
+void kafka_reap(kafka_reaper *reaper, rd_kafka_t *rk, int flags, void (*done)(void *ctx), void *ctx)
+{
+    pthread_t thread;
+    pthread_attr_t attr;
+    sigset_t all, old;
+    *reaper = (kafka_reaper){.rk = rk, .flags = flags, .done = done, .ctx = ctx};
+    pthread_attr_init(&attr);
+    pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+    sigfillset(&all); /* the host's signals are not for this thread */
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    if (pthread_create(&thread, &attr, run, reaper) != 0) {
+        /* No thread to be had: the client stays, counted by kafka_live; better than a scheduler that may never come back. */
+        free(reaper);
+    }
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    pthread_attr_destroy(&attr);
+}
