@@ -9,17 +9,28 @@
 enum { CHUNK = 65536, WINDOW = 5 * CHUNK };
 
 typedef struct model {
-    int64_t base; /* offset of bytes[0] */
+    int64_t base; /* offset of cells[0] */
+    int64_t unit; /* offsets in a cell */
+    size_t n;     /* cells */
     int64_t count;
-    uint8_t bytes[WINDOW];
+    uint8_t cells[WINDOW];
 } model;
 
-static int64_t model_put(model *m, int64_t lo, int64_t hi, uint8_t value)
+static void model_init(model *m, int64_t base, bool coarse)
+{
+    memset(m, 0, sizeof *m);
+    m->unit = coarse ? CHUNK / 4 : 1;
+    m->n = coarse ? 60 * 4 : WINDOW;
+    m->base = base < INT64_MAX / 2 ? base / m->unit * m->unit : INT64_MAX - m->unit * (int64_t)m->n;
+    if (coarse && base > INT64_MAX / 2) m->base -= CHUNK - 1; /* on chunk borders again */
+}
+
+static int64_t model_put(model *m, kmq_range r, uint8_t value)
 {
     int64_t changed = 0;
-    for (int64_t i = lo - m->base; i < hi - m->base; i++) {
-        changed += m->bytes[i] != value;
-        m->bytes[i] = value;
+    for (int64_t i = (r.lo - m->base) / m->unit; i < (r.hi - m->base) / m->unit; i++) {
+        changed += m->cells[i] != value ? m->unit : 0;
+        m->cells[i] = value;
     }
     m->count += value ? changed : -changed;
     return changed;
@@ -27,13 +38,14 @@ static int64_t model_put(model *m, int64_t lo, int64_t hi, uint8_t value)
 
 static bool model_next(const model *m, int64_t from, kmq_range *run)
 {
-    size_t at = from > m->base ? (size_t)(from - m->base) : 0;
-    if (at >= WINDOW) return false;
-    const uint8_t *lo = memchr(m->bytes + at, 1, WINDOW - at);
+    size_t at = from > m->base ? (size_t)((from - m->base) / m->unit) : 0;
+    if (at >= m->n) return false;
+    const uint8_t *lo = memchr(m->cells + at, 1, m->n - at);
     if (lo == NULL) return false;
-    const uint8_t *hi = memchr(lo, 0, (size_t)(m->bytes + WINDOW - lo));
-    run->lo = m->base + (lo - m->bytes);
-    run->hi = hi != NULL ? m->base + (hi - m->bytes) : m->base + WINDOW;
+    const uint8_t *hi = memchr(lo, 0, (size_t)(m->cells + m->n - lo));
+    run->lo = m->base + (lo - m->cells) * m->unit;
+    run->hi = m->base + (hi != NULL ? hi - m->cells : (int64_t)m->n) * m->unit;
+    if (run->lo < from) run->lo = from; /* from lies within a cell */
     return true;
 }
 
@@ -64,18 +76,20 @@ static void assert_same(const kmq_offset_set *set, const model *m)
     assert_int_equal(last, want_last);
 }
 
-/* mostly single offsets and short ranges near each other, at times ranges over chunk borders, at times whole chunks */
-static kmq_range random_range(kmq_rng *rng, int64_t base)
+/* Cells: mostly single ones and short ranges, at times over chunk borders, at times whole chunks. */
+static kmq_range random_range(kmq_rng *rng, const model *m)
 {
     static const uint32_t lengths[] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 30, 30, 300, 3000, 3 * CHUNK};
     uint64_t pick = kmq_rng_below(rng, sizeof lengths / sizeof *lengths);
+    int64_t chunk = CHUNK / m->unit, n = (int64_t)m->n;
     if (pick == 19 && !kmq_rng_chance(rng, 8)) pick = 0;
     int64_t length = lengths[pick] == 1 ? 1 : (int64_t)kmq_rng_below(rng, lengths[pick]);
-    int64_t lo = (int64_t)kmq_rng_below(rng, (uint64_t)(WINDOW - length));
-    if (kmq_rng_chance(rng, 6)) lo = lo / CHUNK * CHUNK; /* on the border */
-    if (kmq_rng_chance(rng, 64)) length = (length + CHUNK - 1) / CHUNK * CHUNK;
-    if (lo + length > WINDOW) length = WINDOW - lo;
-    return (kmq_range){base + lo, base + lo + length};
+    if (m->unit > 1) length = 1 + (int64_t)kmq_rng_below(rng, 14);
+    int64_t lo = (int64_t)kmq_rng_below(rng, m->n - (uint64_t)length);
+    if (kmq_rng_chance(rng, 6)) lo = lo / chunk * chunk; /* on the border */
+    if (kmq_rng_chance(rng, 64)) length = (length + chunk - 1) / chunk * chunk;
+    if (lo + length > n) length = n - lo;
+    return (kmq_range){m->base + lo * m->unit, m->base + (lo + length) * m->unit};
 }
 
 static const int64_t BASES[] = {0, 123 * CHUNK, (INT64_C(1) << 40) + 777, INT64_MAX - WINDOW};
@@ -86,28 +100,27 @@ static void test_model(void **state)
     kmq_rng rng = kmq_test_rng("offset_set model");
     kmq_count_alloc count;
     kmq_alloc alloc = kmq_count_alloc_init(&count);
-    int64_t steps = kmq_test_scale(300000);
+    int64_t steps = kmq_test_scale(200000);
     (void)state;
-    for (size_t k = 0; k < sizeof BASES / sizeof *BASES; k++) {
+    for (size_t k = 0; k < 2 * sizeof BASES / sizeof *BASES; k++) {
         kmq_offset_set set;
         uint64_t add_of_8 = 4;
-        memset(&m, 0, sizeof m);
-        m.base = BASES[k];
+        model_init(&m, BASES[k / 2], k % 2 == 1);
         kmq_offset_set_init(&set, &alloc);
         for (int64_t i = 0; i < steps; i++) {
-            kmq_range r = random_range(&rng, m.base);
+            kmq_range r = random_range(&rng, &m);
             int64_t got = -1;
             if (i % 2000 == 0) add_of_8 = kmq_rng_below(&rng, 9); /* the set fills and empties in turn */
             if (kmq_rng_below(&rng, 8) < add_of_8) {
                 assert_int_equal(kmq_offset_set_add(&set, r.lo, r.hi, &got), KMQ_OK);
-                assert_int_equal(got, model_put(&m, r.lo, r.hi, 1));
+                assert_int_equal(got, model_put(&m, r, 1));
             } else {
                 assert_int_equal(kmq_offset_set_remove(&set, r.lo, r.hi, &got), KMQ_OK);
-                assert_int_equal(got, model_put(&m, r.lo, r.hi, 0));
+                assert_int_equal(got, model_put(&m, r, 0));
             }
             assert_int_equal(kmq_offset_set_count(&set), m.count);
-            int64_t probe = m.base + (int64_t)kmq_rng_below(&rng, WINDOW);
-            assert_int_equal(kmq_offset_set_has(&set, probe), m.bytes[probe - m.base]);
+            int64_t probe = m.base + (int64_t)kmq_rng_below(&rng, m.n * (uint64_t)m.unit);
+            assert_int_equal(kmq_offset_set_has(&set, probe), m.cells[(probe - m.base) / m.unit]);
             assert_int_equal(kmq_offset_set_bytes(&set), count.bytes);
             if (i % 8 == 0) assert_same_next(&set, &m, r.lo);
             if (i % 32 == 0) kmq_offset_set_check(&set);
@@ -127,7 +140,7 @@ static void test_model_every_step(void **state)
     kmq_alloc alloc = kmq_alloc_libc();
     kmq_offset_set set;
     (void)state;
-    memset(&m, 0, sizeof m);
+    model_init(&m, 0, false);
     kmq_offset_set_init(&set, &alloc);
     for (int64_t i = 0; i < kmq_test_scale(200000); i++) {
         int64_t lo = (int64_t)(CHUNK - 700 + kmq_rng_below(&rng, 1400)), hi = lo + 1 + (int64_t)kmq_rng_below(&rng, 40);
@@ -138,7 +151,7 @@ static void test_model_every_step(void **state)
         } else {
             assert_int_equal(kmq_offset_set_remove(&set, lo, hi, &got), KMQ_OK);
         }
-        assert_int_equal(got, model_put(&m, lo, hi, add));
+        assert_int_equal(got, model_put(&m, (kmq_range){lo, hi}, add));
         kmq_offset_set_check(&set);
         assert_same_next(&set, &m, lo - 50);
     }
@@ -157,11 +170,10 @@ static void test_fail_malloc(void **state)
     (void)state;
     for (int round = 0; round < 100; round++) {
         kmq_offset_set set;
-        memset(&m, 0, sizeof m);
-        m.base = BASES[round % 4];
+        model_init(&m, BASES[round / 2 % 4], round % 2 == 1);
         kmq_offset_set_init(&set, &alloc);
         for (int i = 0; i < 300; i++) {
-            kmq_range r = random_range(&rng, m.base);
+            kmq_range r = random_range(&rng, &m);
             bool add = kmq_rng_chance(&rng, 2);
             int64_t got = -1;
             for (fail.fail_at = 1;; fail.fail_at++) {
@@ -176,7 +188,7 @@ static void test_fail_malloc(void **state)
                 failures++;
             }
             fail.fail_at = 0;
-            assert_int_equal(got, model_put(&m, r.lo, r.hi, add));
+            assert_int_equal(got, model_put(&m, r, add));
             if (i % 10 == 0) assert_same(&set, &m);
         }
         kmq_offset_set_free(&set);
@@ -193,27 +205,27 @@ static void test_undo(void **state)
     kmq_fail_alloc fail;
     kmq_alloc alloc = kmq_fail_alloc_init(&fail);
     (void)state;
-    for (int round = 0; round < 60; round++) {
+    for (int round = 0; round < 100; round++) {
         kmq_offset_set set;
-        memset(&m, 0, sizeof m);
+        model_init(&m, 0, round % 2 == 1);
         kmq_offset_set_init(&set, &alloc);
         for (int i = 0; i < 40; i++) {
-            kmq_range r = random_range(&rng, 0), added[12];
+            kmq_range r = random_range(&rng, &m), added[12];
             size_t n = 0, want = kmq_rng_below(&rng, 12) + 1;
             int64_t got;
             if (kmq_rng_chance(&rng, 3)) {
                 assert_int_equal(kmq_offset_set_remove(&set, r.lo, r.hi, NULL), KMQ_OK);
-                (void)model_put(&m, r.lo, r.hi, 0);
+                (void)model_put(&m, r, 0);
             }
             if (want > 1) kmq_offset_set_hold(&set);
             for (int tries = 0; n < want && tries < 200; tries++) {
                 /* the gaps are what makes chunks full: now and then exactly one of them */
-                kmq_range run, gap = random_range(&rng, 0);
+                kmq_range run, gap = random_range(&rng, &m);
                 if (kmq_offset_set_has(&set, gap.lo)) {
                     (void)kmq_offset_set_next(&set, gap.lo, &run);
                     gap.lo = run.hi;
                 }
-                if (kmq_rng_chance(&rng, 2)) gap.hi = WINDOW;
+                if (kmq_rng_chance(&rng, 2)) gap.hi = m.base + (int64_t)m.n * m.unit;
                 if (kmq_offset_set_next(&set, gap.lo, &run) && run.lo < gap.hi) gap.hi = run.lo;
                 if (gap.lo >= gap.hi) continue;
                 assert_int_equal(kmq_offset_set_add(&set, gap.lo, gap.hi, &got), KMQ_OK);
@@ -231,7 +243,7 @@ static void test_undo(void **state)
             if (want > 1) kmq_offset_set_release(&set);
             assert_same(&set, &m);
             assert_int_equal(kmq_offset_set_add(&set, r.lo, r.hi, NULL), KMQ_OK);
-            (void)model_put(&m, r.lo, r.hi, 1);
+            (void)model_put(&m, r, 1);
         }
         kmq_offset_set_free(&set);
         assert_int_equal(fail.blocks, 0);
