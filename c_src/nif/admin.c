@@ -1,0 +1,304 @@
+/* admin - the NIFs of what blocks: all of them run on dirty I/O schedulers, bounded by their TimeoutMs. */
+#include "resource.h"
+
+#include <string.h>
+#include "kafka.h"
+#include "term.h"
+
+typedef struct admin {
+    ErlNifMutex *lock;
+    kafka_admin *admin; /* NULL = closed */
+    bool counted;
+} admin;
+
+void admin_dtor(ErlNifEnv *env, void *object)
+{
+    (void)env;
+    admin *a = object;
+    if (!a->counted) return;
+    if (a->admin) kafka_admin_destroy(a->admin);
+    enif_mutex_destroy(a->lock);
+    atomic_fetch_sub(&live_admins, 1);
+}
+
+KMQ_NIF(nif_admin_open)
+{
+    (void)argc;
+    kafka_property *props;
+    size_t n;
+    void *memory = NULL;
+    if (!term_properties(env, argv[0], &props, &n, &memory)) return enif_make_badarg(env);
+    admin *a = enif_alloc_resource(admin_type, sizeof *a);
+    memset(a, 0, sizeof *a);
+    a->lock = enif_mutex_create((char *)(uintptr_t) "kmq:admin");
+    a->counted = true;
+    atomic_fetch_add(&live_admins, 1);
+    kafka_error err = {0};
+    int rc = kafka_admin_open(props, n, &a->admin, &err);
+    ERL_NIF_TERM result = rc ? term_error(env, &err) : term_ok(env, enif_make_resource(env, a));
+    enif_release_resource(a);
+    enif_free(memory);
+    return result;
+}
+
+/* Takes the handle's lock; the caller unlocks. NULL: *result says why. */
+static admin *enter(ErlNifEnv *env, ERL_NIF_TERM term, ERL_NIF_TERM *result)
+{
+    admin *a;
+    if (!enif_get_resource(env, term, admin_type, (void **)&a)) {
+        *result = enif_make_badarg(env);
+        return NULL;
+    }
+    enif_mutex_lock(a->lock);
+    if (a->admin) return a;
+    enif_mutex_unlock(a->lock);
+    *result = term_error_atom(env, atoms.closed);
+    return NULL;
+}
+
+static ERL_NIF_TERM leave(ErlNifEnv *env, admin *a, int rc, const kafka_error *err, ERL_NIF_TERM ok)
+{
+    enif_mutex_unlock(a->lock);
+    return rc ? term_error(env, err) : ok;
+}
+
+KMQ_NIF(nif_admin_close)
+{
+    (void)argc;
+    ERL_NIF_TERM result;
+    admin *a = enter(env, argv[0], &result);
+    if (!a) return result;
+    kafka_admin_destroy(a->admin);
+    a->admin = NULL;
+    return leave(env, a, 0, NULL, atoms.ok);
+}
+
+KMQ_NIF(nif_admin_cluster_id)
+{
+    (void)argc;
+    int timeout;
+    ERL_NIF_TERM result;
+    if (!enif_get_int(env, argv[1], &timeout)) return enif_make_badarg(env);
+    admin *a = enter(env, argv[0], &result);
+    if (!a) return result;
+    char id[256] = "";
+    kafka_error err = {0};
+    int rc = kafka_admin_cluster_id(a->admin, id, sizeof id, timeout, &err);
+    return leave(env, a, rc, &err, term_ok(env, term_text(env, id)));
+}
+
+KMQ_NIF(nif_admin_partitions)
+{
+    (void)argc;
+    int timeout, n = 0, replication = 0;
+    char *topic = term_string(env, argv[1]);
+    ERL_NIF_TERM result = enif_make_badarg(env);
+    if (topic && enif_get_int(env, argv[2], &timeout)) {
+        admin *a = enter(env, argv[0], &result);
+        kafka_error err = {0};
+        if (a) {
+            int rc = kafka_admin_partitions(a->admin, topic, timeout, &n, &replication, &err);
+            ERL_NIF_TERM pair = enif_make_tuple2(env, enif_make_int(env, n), enif_make_int(env, replication));
+            result = leave(env, a, rc, &err, term_ok(env, pair));
+        }
+    }
+    enif_free(topic);
+    return result;
+}
+
+typedef struct collector {
+    ErlNifEnv *env;
+    ERL_NIF_TERM list;
+} collector;
+
+static void collect_topic(void *ctx, const char *topic, int n_partitions)
+{
+    collector *c = ctx;
+    c->list = enif_make_list_cell(c->env, enif_make_tuple2(c->env, term_text(c->env, topic), enif_make_int(c->env, n_partitions)),
+                                  c->list);
+}
+
+KMQ_NIF(nif_admin_topics)
+{
+    (void)argc;
+    int timeout;
+    ERL_NIF_TERM result;
+    if (!enif_get_int(env, argv[1], &timeout)) return enif_make_badarg(env);
+    admin *a = enter(env, argv[0], &result);
+    if (!a) return result;
+    collector c = {env, enif_make_list(env, 0)};
+    kafka_error err = {0};
+    int rc = kafka_admin_topics(a->admin, timeout, collect_topic, &c, &err);
+    return leave(env, a, rc, &err, term_ok(env, c.list));
+}
+
+KMQ_NIF(nif_admin_create_topic)
+{
+    (void)argc;
+    int n, replication, timeout;
+    char *topic = term_string(env, argv[1]);
+    kafka_property *config = NULL;
+    size_t n_config = 0;
+    void *memory = NULL;
+    ERL_NIF_TERM result = enif_make_badarg(env);
+    if (topic && enif_get_int(env, argv[2], &n) && enif_get_int(env, argv[3], &replication) &&
+        term_properties(env, argv[4], &config, &n_config, &memory) && enif_get_int(env, argv[5], &timeout)) {
+        admin *a = enter(env, argv[0], &result);
+        kafka_error err = {0};
+        if (a) {
+            int rc = kafka_admin_create_topic(a->admin, topic, n, replication, config, n_config, timeout, &err);
+            result = leave(env, a, rc, &err, atoms.ok);
+        }
+    }
+    enif_free(memory);
+    enif_free(topic);
+    return result;
+}
+
+KMQ_NIF(nif_admin_create_partitions)
+{
+    (void)argc;
+    int n, timeout;
+    char *topic = term_string(env, argv[1]);
+    ERL_NIF_TERM result = enif_make_badarg(env);
+    if (topic && enif_get_int(env, argv[2], &n) && enif_get_int(env, argv[3], &timeout)) {
+        admin *a = enter(env, argv[0], &result);
+        kafka_error err = {0};
+        if (a) result = leave(env, a, kafka_admin_create_partitions(a->admin, topic, n, timeout, &err), &err, atoms.ok);
+    }
+    enif_free(topic);
+    return result;
+}
+
+KMQ_NIF(nif_admin_delete_topic)
+{
+    (void)argc;
+    int timeout;
+    char *topic = term_string(env, argv[1]);
+    ERL_NIF_TERM result = enif_make_badarg(env);
+    if (topic && enif_get_int(env, argv[2], &timeout)) {
+        admin *a = enter(env, argv[0], &result);
+        kafka_error err = {0};
+        if (a) result = leave(env, a, kafka_admin_delete_topic(a->admin, topic, timeout, &err), &err, atoms.ok);
+    }
+    enif_free(topic);
+    return result;
+}
+
+static void collect_config(void *ctx, const char *name, const char *value)
+{
+    collector *c = ctx;
+    ERL_NIF_TERM v = value ? term_text(c->env, value) : atoms.nil;
+    c->list = enif_make_list_cell(c->env, enif_make_tuple2(c->env, term_text(c->env, name), v), c->list);
+}
+
+KMQ_NIF(nif_admin_topic_config)
+{
+    (void)argc;
+    int timeout;
+    char *topic = term_string(env, argv[1]);
+    ERL_NIF_TERM result = enif_make_badarg(env);
+    if (topic && enif_get_int(env, argv[2], &timeout)) {
+        admin *a = enter(env, argv[0], &result);
+        kafka_error err = {0};
+        if (a) {
+            collector c = {env, enif_make_list(env, 0)};
+            int rc = kafka_admin_topic_config(a->admin, topic, timeout, collect_config, &c, &err);
+            result = leave(env, a, rc, &err, term_ok(env, c.list));
+        }
+    }
+    enif_free(topic);
+    return result;
+}
+
+/* admin_committed(Ref, [{Topic, Partition}], TimeoutMs) -> {ok, [{Topic, Partition, Offset}]} in the order asked */
+KMQ_NIF(nif_admin_committed)
+{
+    (void)argc;
+    unsigned length;
+    int timeout;
+    if (!enif_get_list_length(env, argv[1], &length) || !enif_get_int(env, argv[2], &timeout)) return enif_make_badarg(env);
+    kafka_partition *list = enif_alloc((length + 1) * sizeof *list);
+    size_t n = 0;
+    ERL_NIF_TERM head, tail = argv[1], result = enif_make_badarg(env);
+    while (list && enif_get_list_cell(env, tail, &head, &tail)) {
+        const ERL_NIF_TERM *pair;
+        int arity, partition;
+        char *topic = NULL;
+        if (!enif_get_tuple(env, head, &arity, &pair) || arity != 2 || !enif_get_int(env, pair[1], &partition) ||
+            !(topic = term_string(env, pair[0])))
+            goto out;
+        list[n++] = (kafka_partition){.topic = topic, .partition = partition, .offset = -1001};
+    }
+    admin *a = enter(env, argv[0], &result);
+    if (!a) goto out;
+    kafka_error err = {0};
+    int rc = kafka_admin_committed(a->admin, list, n, timeout, &err);
+    ERL_NIF_TERM out_list = enif_make_list(env, 0);
+    for (size_t i = n; i-- > 0;)
+        out_list = enif_make_list_cell(env,
+                                       enif_make_tuple3(env, term_text(env, list[i].topic), enif_make_int(env, list[i].partition),
+                                                        enif_make_int64(env, list[i].offset)),
+                                       out_list);
+    result = leave(env, a, rc, &err, term_ok(env, out_list));
+out:
+    for (size_t i = 0; i < n; i++) enif_free((void *)(uintptr_t)list[i].topic);
+    enif_free(list);
+    return result;
+}
+
+KMQ_NIF(nif_admin_watermarks)
+{
+    (void)argc;
+    int partition, timeout;
+    char *topic = term_string(env, argv[1]);
+    ERL_NIF_TERM result = enif_make_badarg(env);
+    if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int(env, argv[3], &timeout)) {
+        admin *a = enter(env, argv[0], &result);
+        kafka_error err = {0};
+        int64_t low = 0, high = 0;
+        if (a) {
+            int rc = kafka_admin_watermarks(a->admin, topic, partition, timeout, &low, &high, &err);
+            ERL_NIF_TERM pair = enif_make_tuple2(env, enif_make_int64(env, low), enif_make_int64(env, high));
+            result = leave(env, a, rc, &err, term_ok(env, pair));
+        }
+    }
+    enif_free(topic);
+    return result;
+}
+
+KMQ_NIF(nif_admin_offset_for_time)
+{
+    (void)argc;
+    int partition, timeout;
+    ErlNifSInt64 time_ms;
+    char *topic = term_string(env, argv[1]);
+    ERL_NIF_TERM result = enif_make_badarg(env);
+    if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int64(env, argv[3], &time_ms) && enif_get_int(env, argv[4], &timeout)) {
+        admin *a = enter(env, argv[0], &result);
+        kafka_error err = {0};
+        int64_t offset = 0;
+        if (a) {
+            int rc = kafka_admin_offset_for_time(a->admin, topic, partition, time_ms, timeout, &offset, &err);
+            result = leave(env, a, rc, &err, term_ok(env, enif_make_int64(env, offset)));
+        }
+    }
+    enif_free(topic);
+    return result;
+}
+
+KMQ_NIF(nif_admin_delete_records)
+{
+    (void)argc;
+    int partition, timeout;
+    ErlNifSInt64 before;
+    char *topic = term_string(env, argv[1]);
+    ERL_NIF_TERM result = enif_make_badarg(env);
+    if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int64(env, argv[3], &before) && enif_get_int(env, argv[4], &timeout)) {
+        admin *a = enter(env, argv[0], &result);
+        kafka_error err = {0};
+        if (a) result = leave(env, a, kafka_admin_delete_records(a->admin, topic, partition, before, timeout, &err), &err, atoms.ok);
+    }
+    enif_free(topic);
+    return result;
+}

@@ -1,0 +1,572 @@
+/* consumer - the NIFs of one engine: decode, call, encode. */
+#include "resource.h"
+
+#include <string.h>
+#include "engine.h"
+#include "term.h"
+
+enum { SETTLE_AT_ONCE = 1000, SETTLE_CHUNK = 1024 };
+
+typedef struct consumer {
+    engine *engine; /* NULL: never opened */
+} consumer;
+
+static engine *get_engine(ErlNifEnv *env, ERL_NIF_TERM term)
+{
+    consumer *c;
+    return enif_get_resource(env, term, consumer_type, (void **)&c) ? c->engine : NULL;
+}
+
+void consumer_dtor(ErlNifEnv *env, void *object)
+{
+    (void)env;
+    consumer *c = object;
+    if (!c->engine) return;
+    engine_kill(c->engine);
+    engine_free(c->engine);
+    atomic_fetch_sub(&live_consumers, 1);
+}
+
+/* The owner or the borrower died. A borrower's death only redirects the wake-ups; the owner's ends the consumer. */
+void consumer_down(ErlNifEnv *env, void *object, ErlNifPid *pid, ErlNifMonitor *monitor)
+{
+    (void)env;
+    (void)monitor;
+    engine *e = ((consumer *)object)->engine;
+    if (!e) return;
+    enif_mutex_lock(e->wake_lock);
+    bool owner = enif_compare_pids(pid, &e->owner) == 0;
+    if (owner) e->owner_alive = false;
+    else if (e->borrower_set && enif_compare_pids(pid, &e->borrower) == 0) e->borrower_set = e->ready_sent = false;
+    enif_mutex_unlock(e->wake_lock);
+    if (!owner) return;
+    enif_mutex_lock(e->lock);
+    engine_kill(e);
+    enif_mutex_unlock(e->lock);
+}
+
+/* ------------------------------------------------------------------ open */
+static bool read_topics(ErlNifEnv *env, ERL_NIF_TERM list, engine *e)
+{
+    unsigned n;
+    if (!enif_get_list_length(env, list, &n) || !n) return false;
+    e->topics = enif_alloc(n * sizeof *e->topics);
+    if (!e->topics) return false;
+    ERL_NIF_TERM head;
+    while (enif_get_list_cell(env, list, &head, &list)) {
+        const ERL_NIF_TERM *pair;
+        int arity;
+        if (!enif_get_tuple(env, head, &arity, &pair) || arity != 2) return false;
+        engine_topic *t = &e->topics[e->n_topics];
+        *t = (engine_topic){.name = term_string(env, pair[0]), .marker_name = term_string(env, pair[1])};
+        e->n_topics++;
+        if (!t->name || !t->marker_name) return false;
+        kmq_marker_scope_init(&t->scope, t->name, strlen(t->name), e->config.group_id, strlen(e->config.group_id));
+    }
+    return true;
+}
+
+static bool read_config(ErlNifEnv *env, ERL_NIF_TERM map, engine *e)
+{
+    engine_config *c = &e->config;
+    ERL_NIF_TERM value;
+    int64_t instance = 0;
+    if (!enif_get_map_value(env, map, atoms.group_id, &value) || !(c->group_id = term_string(env, value))) return false;
+    if (!enif_get_map_value(env, map, atoms.count_header, &value) || !(c->count_header = term_string(env, value))) return false;
+    if (!enif_get_map_value(env, map, atoms.format, &value)) return false;
+    c->format = enif_compare(value, atoms.kmq) == 0 ? FORMAT_KMQ : FORMAT_RANGE;
+    if (!enif_get_map_value(env, map, atoms.delivery, &value)) return false;
+    c->markers = enif_compare(value, atoms.no_markers) != 0;
+    bool ok = term_map_int64(env, map, atoms.lease_ms, &c->lease_ms) &&
+              term_map_int64(env, map, atoms.max_processing_ms, &c->max_processing_ms) &&
+              term_map_int64(env, map, atoms.start_ahead, &c->start_ahead) &&
+              term_map_int64(env, map, atoms.max_in_flight, &c->max_in_flight) &&
+              term_map_int64(env, map, atoms.commit_interval_ms, &c->commit_interval_ms) &&
+              term_map_int64(env, map, atoms.ack_flush_ms, &c->ack_flush_ms) &&
+              term_map_int64(env, map, atoms.revoke_wait_ms, &c->revoke_wait_ms) &&
+              term_map_int64(env, map, atoms.max_poll_ms, &c->max_poll_ms) &&
+              term_map_int64(env, map, atoms.store_bytes, &c->store_bytes) && term_map_int64(env, map, atoms.instance, &instance);
+    c->instance = (uint64_t)instance;
+    return ok && c->lease_ms > 0 && c->start_ahead > 0 && c->max_in_flight > 0 && c->max_poll_ms > 0 &&
+           enif_get_map_value(env, map, atoms.topics, &value) && read_topics(env, value, e);
+}
+
+static engine *new_engine(void)
+{
+    engine *e = enif_alloc(sizeof *e);
+    if (!e) return NULL;
+    memset(e, 0, sizeof *e);
+    e->lock = enif_mutex_create((char *)(uintptr_t) "kmq:engine");
+    e->wake_lock = enif_mutex_create((char *)(uintptr_t) "kmq:wake");
+    e->slots_lock = enif_rwlock_create((char *)(uintptr_t) "kmq:slots");
+    e->commit_due = e->flush_due = INT64_MAX;
+    atomic_store(&e->owner_due, INT64_MAX);
+    return e;
+}
+
+/* consumer_open(Props, ProducerProps, Opts): the caller is the owner. */
+KMQ_NIF(nif_consumer_open)
+{
+    (void)argc;
+    kafka_property *props;
+    size_t n_props;
+    void *memory = NULL;
+    if (!term_properties(env, argv[0], &props, &n_props, &memory)) return enif_make_badarg(env);
+    engine *e = new_engine();
+    consumer *c = e ? enif_alloc_resource(consumer_type, sizeof *c) : NULL;
+    if (!c) {
+        if (e) engine_free(e);
+        enif_free(memory);
+        return term_error_atom(env, enif_make_atom(env, "enomem"));
+    }
+    c->engine = e;
+    atomic_fetch_add(&live_consumers, 1);
+    e->resource = c;
+    ERL_NIF_TERM result;
+    if (!read_config(env, argv[2], e) ||
+        !term_properties(env, argv[1], &e->producer_props, &e->n_producer_props, &e->producer_memory)) {
+        result = enif_make_badarg(env);
+        goto out;
+    }
+    e->renew_due = engine_now() + e->config.lease_ms / 3;
+    enif_self(env, &e->owner);
+    e->owner_alive = true;
+    kafka_error err = {0};
+    kafka_wake control = {.fn = engine_control_woken, .ctx = e, .fd = -1}, records = {.fn = engine_records_woken, .ctx = e, .fd = -1};
+    int rc = engine_open_producer(e, &err);
+    if (!rc) rc = kafka_consumer_open(props, n_props, &control, &records, &e->consumer, &err);
+    ErlNifMonitor monitor;
+    if (!rc && enif_monitor_process(env, c, &e->owner, &monitor)) rc = KAFKA_ENOMEM;
+    if (rc) {
+        engine_kill(e);
+        result = term_error(env, &err);
+    } else {
+        result = term_ok(env, enif_make_resource(env, c));
+    }
+out:
+    enif_release_resource(c);
+    enif_free(memory);
+    return result;
+}
+
+/* ------------------------------------------------------------------ calls that need the engine open */
+#define ENGINE_OR_RETURN(e)                                                                                            \
+    engine *e = get_engine(env, argv[0]);                                                                              \
+    if (!e) return enif_make_badarg(env);                                                                              \
+    enif_mutex_lock(e->lock);                                                                                          \
+    if (e->state == ENGINE_CLOSED) {                                                                                   \
+        enif_mutex_unlock(e->lock);                                                                                    \
+        return term_error_atom(env, atoms.closed);                                                                     \
+    }
+
+static ERL_NIF_TERM unlock_result(ErlNifEnv *env, engine *e, int rc, const kafka_error *err)
+{
+    enif_mutex_unlock(e->lock);
+    return rc ? term_error(env, err) : atoms.ok;
+}
+
+KMQ_NIF(nif_consumer_subscribe)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    kafka_error err = {0};
+    const char *names[256];
+    size_t n = 0;
+    for (; n < e->n_topics && n < sizeof names / sizeof *names; n++) names[n] = e->topics[n].name;
+    return unlock_result(env, e, kafka_consumer_subscribe(e->consumer, names, n, &err), &err);
+}
+
+/* attach(Ref, Pid | nil): who is woken when there is something to take. */
+KMQ_NIF(nif_consumer_attach)
+{
+    (void)argc;
+    consumer *c;
+    ErlNifPid pid;
+    bool none = enif_compare(argv[1], atoms.nil) == 0;
+    if (!enif_get_resource(env, argv[0], consumer_type, (void **)&c) || (!none && !enif_get_local_pid(env, argv[1], &pid)))
+        return enif_make_badarg(env);
+    engine *e = c->engine;
+    ErlNifMonitor monitor;
+    bool dead = !none && enif_monitor_process(env, c, &pid, &monitor) != 0;
+    enif_mutex_lock(e->wake_lock);
+    e->borrower_set = !none && !dead;
+    if (e->borrower_set) e->borrower = pid;
+    e->ready_sent = false;
+    enif_mutex_unlock(e->wake_lock);
+    engine_wake_borrower(e);
+    return atoms.ok;
+}
+
+KMQ_NIF(nif_consumer_poll)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    ERL_NIF_TERM events;
+    int64_t next_ms;
+    engine_poll(e, env, &events, &next_ms);
+    enif_mutex_unlock(e->lock);
+    return enif_make_tuple2(env, events, enif_make_int64(env, next_ms));
+}
+
+KMQ_NIF(nif_consumer_take)
+{
+    (void)argc;
+    ErlNifSInt64 max;
+    if (!enif_get_int64(env, argv[1], &max)) return enif_make_badarg(env);
+    ENGINE_OR_RETURN(e)
+    enif_mutex_lock(e->wake_lock);
+    e->ready_sent = false;
+    enif_mutex_unlock(e->wake_lock);
+    bool more;
+    ErlNifTime start = enif_monotonic_time(ERL_NIF_USEC);
+    ERL_NIF_TERM batches = pump_take(e, env, max, engine_now(), &more);
+    enif_mutex_unlock(e->lock);
+    ErlNifTime took = enif_monotonic_time(ERL_NIF_USEC) - start;
+    enif_consume_timeslice(env, took >= 1000 ? 100 : took < 10 ? 1 : (int)(took / 10));
+    return enif_make_tuple2(env, batches, more ? atoms.true_ : atoms.false_);
+}
+
+static bool get_partition(ErlNifEnv *env, ERL_NIF_TERM term, kafka_partition *out, bool *has_commit)
+{
+    const ERL_NIF_TERM *t;
+    int arity, partition;
+    ErlNifSInt64 offset;
+    if (!enif_get_tuple(env, term, &arity, &t) || arity != 4 || !enif_get_int(env, t[1], &partition) ||
+        !enif_get_int64(env, t[2], &offset))
+        return false;
+    char *topic = term_string(env, t[0]);
+    if (!topic) return false;
+    *out = (kafka_partition){.topic = topic, .partition = partition, .offset = offset};
+    *has_commit = enif_compare(t[3], atoms.true_) == 0;
+    return true;
+}
+
+/* consumer_assign(Ref, Epoch, [{Topic, Partition, Offset, HasCommit}]) */
+KMQ_NIF(nif_consumer_assign)
+{
+    (void)argc;
+    ErlNifUInt64 epoch;
+    unsigned length;
+    if (!enif_get_uint64(env, argv[1], &epoch) || !enif_get_list_length(env, argv[2], &length)) return enif_make_badarg(env);
+    kafka_partition *list = enif_alloc((length + 1) * sizeof *list);
+    bool *has_commit = enif_alloc(length + 1);
+    size_t n = 0;
+    ERL_NIF_TERM head, tail = argv[2], result = enif_make_badarg(env);
+    if (!list || !has_commit) goto out;
+    while (enif_get_list_cell(env, tail, &head, &tail)) {
+        if (!get_partition(env, head, &list[n], &has_commit[n])) goto out;
+        n++;
+    }
+    engine *e = get_engine(env, argv[0]);
+    if (!e) goto out;
+    enif_mutex_lock(e->lock);
+    kafka_error err = {0};
+    if (e->state != ENGINE_OPEN) result = term_error_atom(env, atoms.closed);
+    else if (e->epoch != epoch || e->rebalance != REB_ASSIGN) result = term_error_atom(env, atoms.stale);
+    else if (engine_assign(e, list, has_commit, n, &err)) result = term_error(env, &err);
+    else result = atoms.ok;
+    enif_mutex_unlock(e->lock);
+    engine_notify_owner(e, 0);
+out:
+    for (size_t i = 0; i < n; i++) enif_free((void *)(uintptr_t)list[i].topic);
+    enif_free(list);
+    enif_free(has_commit);
+    return result;
+}
+
+/* consumer_reset(Ref, Slot, Offset): after {out_of_range, Slot, ...}. Offset < 0: begin again at its own position. */
+KMQ_NIF(nif_consumer_reset)
+{
+    (void)argc;
+    int slot;
+    ErlNifSInt64 offset;
+    if (!enif_get_int(env, argv[1], &slot) || !enif_get_int64(env, argv[2], &offset)) return enif_make_badarg(env);
+    ENGINE_OR_RETURN(e)
+    part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
+    if (!p || p->state != PART_ACTIVE || !p->broken || e->rebalance != REB_NONE) {
+        enif_mutex_unlock(e->lock);
+        return term_error_atom(env, atoms.stale);
+    }
+    kafka_error err = {0};
+    return unlock_result(env, e, engine_reset(e, p, offset < 0 ? p->position : offset, &err), &err);
+}
+
+KMQ_NIF(nif_consumer_rebuild)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    kafka_error err = {0};
+    return unlock_result(env, e, engine_rebuild(e, &err), &err);
+}
+
+/* A `flushed` event of poll tells when everything settled before this call is durable. */
+KMQ_NIF(nif_consumer_flush)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    e->flush_seq = UINT64_MAX;
+    e->flush_due = INT64_MAX;
+    engine_notify_owner(e, 0);
+    return unlock_result(env, e, 0, NULL);
+}
+
+KMQ_NIF(nif_consumer_drain)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    e->draining = true;
+    return unlock_result(env, e, 0, NULL);
+}
+
+/* consumer_close(Ref, TimeoutMs): a `{closed, ok | timeout}` event of poll ends it. */
+KMQ_NIF(nif_consumer_close)
+{
+    (void)argc;
+    ErlNifSInt64 timeout;
+    if (!enif_get_int64(env, argv[1], &timeout)) return enif_make_badarg(env);
+    ENGINE_OR_RETURN(e)
+    engine_close_begin(e, engine_now() + timeout);
+    return unlock_result(env, e, 0, NULL);
+}
+
+KMQ_NIF(nif_consumer_kill)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    engine_kill(e);
+    return unlock_result(env, e, 0, NULL);
+}
+
+KMQ_NIF(nif_consumer_test_fatal)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    int rc = e->producer ? kafka_producer_test_fatal(e->producer, "asked for by a test") : 0;
+    kafka_error err = {0};
+    return unlock_result(env, e, rc, &err);
+}
+
+/* consumer_set_token(Ref, Token | nil, LifetimeMs, Principal | ErrorText) */
+KMQ_NIF(nif_consumer_set_token)
+{
+    (void)argc;
+    ErlNifSInt64 lifetime;
+    char *token = term_string(env, argv[1]), *principal = term_string(env, argv[3]);
+    if (!principal || !enif_get_int64(env, argv[2], &lifetime)) {
+        enif_free(token);
+        enif_free(principal);
+        return enif_make_badarg(env);
+    }
+    engine *e = get_engine(env, argv[0]);
+    kafka_error err = {0};
+    int rc = 0;
+    ERL_NIF_TERM result = atoms.ok;
+    if (e) {
+        enif_mutex_lock(e->lock);
+        if (e->consumer) rc = kafka_consumer_set_token(e->consumer, token, lifetime, principal, &err);
+        if (e->producer && !rc) rc = kafka_producer_set_token(e->producer, token, lifetime, principal, &err);
+        enif_mutex_unlock(e->lock);
+        if (rc) result = term_error(env, &err);
+    }
+    enif_free(token);
+    enif_free(principal);
+    return e ? result : enif_make_badarg(env);
+}
+
+/* ------------------------------------------------------------------ settle: any process, no engine lock */
+static void wake_if_full(engine *e, part *p, bool was_full)
+{
+    (void)p;
+    if (was_full) engine_wake_borrower(e);
+}
+
+/* What waits is written within ack_flush_interval by the owner, or at once by whoever brings the thousandth. */
+static void after_settle(engine *e, int64_t added)
+{
+    if (!added) return;
+    int64_t before = atomic_fetch_add(&e->pending, added);
+    if (before + added >= SETTLE_AT_ONCE && enif_mutex_trylock(e->lock) == 0) {
+        if (e->state != ENGINE_CLOSED && atomic_load(&e->pending) >= SETTLE_AT_ONCE) marks_flush(e, engine_now());
+        enif_mutex_unlock(e->lock);
+        if (atomic_load(&e->pending)) engine_notify_owner(e, e->config.ack_flush_ms);
+    } else if (!before) {
+        engine_notify_owner(e, e->config.ack_flush_ms);
+    }
+}
+
+static ERL_NIF_TERM failure(ErlNifEnv *env, int slot, int64_t offset, int rc)
+{
+    ERL_NIF_TERM reason = rc == KMQ_ELATE ? atoms.late : rc == KMQ_EUNKNOWN ? atoms.unknown : rc == KMQ_ENOMEM
+                              ? enif_make_atom(env, "enomem") : atoms.closed;
+    return enif_make_tuple3(env, enif_make_int(env, slot), enif_make_int64(env, offset), reason);
+}
+
+static bool get_token(ErlNifEnv *env, ERL_NIF_TERM term, int arity_wanted, int *slot, int64_t *offset, ErlNifSInt64 *third)
+{
+    const ERL_NIF_TERM *t;
+    int arity;
+    ErlNifSInt64 o;
+    if (!enif_get_tuple(env, term, &arity, &t) || arity != arity_wanted || !enif_get_int(env, t[0], slot) ||
+        !enif_get_int64(env, t[1], &o) || (third && !enif_get_int64(env, t[2], third)))
+        return false;
+    *offset = o;
+    return true;
+}
+
+/* A run of offsets of one slot. */
+static ERL_NIF_TERM settle_run(ErlNifEnv *env, engine *e, int slot, kmq_end_cause cause, const int64_t *offsets, size_t n, ERL_NIF_TERM failures,
+                               int64_t *added)
+{
+    int8_t results[SETTLE_CHUNK];
+    enif_rwlock_rlock(e->slots_lock);
+    part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
+    bool was_full = false;
+    if (p) {
+        enif_mutex_lock(p->lock);
+        int rc = kmq_ledger_settle_many(&p->ledger, offsets, n, cause, results);
+        if (rc) memset(results, rc, n);
+        was_full = p->full;
+        p->full = false;
+        enif_mutex_unlock(p->lock);
+    } else {
+        memset(results, KMQ_EUNKNOWN, n);
+    }
+    enif_rwlock_runlock(e->slots_lock);
+    wake_if_full(e, p, was_full);
+    for (size_t i = 0; i < n; i++) {
+        if (results[i] == KMQ_OK || results[i] == KMQ_ELATE) ++*added;
+        if (results[i] != KMQ_OK) failures = enif_make_list_cell(env, failure(env, slot, offsets[i], results[i]), failures);
+    }
+    return failures;
+}
+
+/* consumer_settle(Ref, Cause 0 | 1, [{Slot, Offset}]) -> ok | {error, [{Slot, Offset, Reason}]} */
+KMQ_NIF(nif_consumer_settle)
+{
+    (void)argc;
+    int cause, slot = -1, next_slot;
+    engine *e = get_engine(env, argv[0]);
+    unsigned length;
+    if (!e || !enif_get_int(env, argv[1], &cause) || cause < 0 || cause >= KMQ_END_CAUSES || !enif_get_list_length(env, argv[2], &length))
+        return enif_make_badarg(env);
+    if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
+    int64_t offsets[SETTLE_CHUNK], offset, added = 0;
+    size_t n = 0;
+    ERL_NIF_TERM head, tail = argv[2], failures = enif_make_list(env, 0);
+    while (enif_get_list_cell(env, tail, &head, &tail)) {
+        if (!get_token(env, head, 2, &next_slot, &offset, NULL)) return enif_make_badarg(env);
+        if (n && (next_slot != slot || n == SETTLE_CHUNK)) {
+            failures = settle_run(env, e, slot, (kmq_end_cause)cause, offsets, n, failures, &added);
+            n = 0;
+        }
+        slot = next_slot;
+        offsets[n++] = offset;
+    }
+    if (n) failures = settle_run(env, e, slot, (kmq_end_cause)cause, offsets, n, failures, &added);
+    after_settle(e, added);
+    enif_consume_timeslice(env, length >= 10000 ? 100 : length < 100 ? 1 : (int)(length / 100));
+    return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
+}
+
+static int retry_one(engine *e, int slot, int64_t offset, int64_t delay_ms, int cause, int flags, const ErlNifBinary *text)
+{
+    retry *r = enif_alloc(sizeof *r + text->size);
+    if (!r) return KMQ_ENOMEM;
+    *r = (retry){.range = {offset, offset + 1}, .delay_ms = delay_ms, .cause = (uint8_t)cause, .flags = (uint8_t)flags,
+                 .text_len = text->size};
+    if (text->size) memcpy(r->text, text->data, text->size);
+    enif_rwlock_rlock(e->slots_lock);
+    part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
+    int rc = KMQ_EUNKNOWN;
+    bool was_full = false;
+    if (p) {
+        enif_mutex_lock(p->lock);
+        rc = kmq_ledger_retry(&p->ledger, offset);
+        if (rc == KMQ_OK) {
+            *p->retries_tail = r;
+            p->retries_tail = &r->next;
+            r = NULL;
+        }
+        was_full = p->full;
+        p->full = false;
+        enif_mutex_unlock(p->lock);
+    }
+    enif_rwlock_runlock(e->slots_lock);
+    enif_free(r);
+    wake_if_full(e, p, was_full);
+    return rc;
+}
+
+/* consumer_retry(Ref, [{Slot, Offset, DelayMs}], Cause, Flags, Text) -> ok | {error, [{Slot, Offset, Reason}]} */
+KMQ_NIF(nif_consumer_retry)
+{
+    (void)argc;
+    engine *e = get_engine(env, argv[0]);
+    int cause, flags, slot;
+    ErlNifBinary text;
+    if (!e || !enif_is_list(env, argv[1]) || !enif_get_int(env, argv[2], &cause) || cause < 0 || cause > KMQ_RETRY_REJECTED ||
+        !enif_get_int(env, argv[3], &flags) || flags < 0 || flags > 3 || !enif_inspect_binary(env, argv[4], &text))
+        return enif_make_badarg(env);
+    if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
+    if (text.size > KMQ_ERROR_TEXT_MAX) text.size = KMQ_ERROR_TEXT_MAX;
+    int64_t offset, added = 0;
+    ErlNifSInt64 delay;
+    ERL_NIF_TERM head, tail = argv[1], failures = enif_make_list(env, 0);
+    while (enif_get_list_cell(env, tail, &head, &tail)) {
+        if (!get_token(env, head, 3, &slot, &offset, &delay) || delay < 0) return enif_make_badarg(env);
+        int rc = retry_one(e, slot, offset, delay, cause, flags, &text);
+        if (rc == KMQ_OK) added++;
+        else failures = enif_make_list_cell(env, failure(env, slot, offset, rc), failures);
+    }
+    after_settle(e, added);
+    return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
+}
+
+/* ------------------------------------------------------------------ info */
+static void put(ErlNifEnv *env, ERL_NIF_TERM *map, ERL_NIF_TERM key, int64_t value)
+{
+    enif_make_map_put(env, *map, key, enif_make_int64(env, value), map);
+}
+
+static ERL_NIF_TERM part_info(ErlNifEnv *env, part *p)
+{
+    ERL_NIF_TERM map = enif_make_new_map(env);
+    enif_make_map_put(env, map, atoms.topic, term_text(env, p->topic->name), &map);
+    enif_make_map_put(env, map, atoms.state, p->state == PART_ACTIVE ? atoms.assigned : atoms.retired, &map);
+    enif_make_map_put(env, map, atoms.gated, p->gated ? atoms.true_ : atoms.false_, &map);
+    enif_mutex_lock(p->lock);
+    put(env, &map, atoms.open, kmq_ledger_open(&p->ledger));
+    put(env, &map, atoms.waiting, kmq_ledger_waiting(&p->ledger));
+    put(env, &map, atoms.ends, kmq_ledger_ends(&p->ledger));
+    put(env, &map, atoms.floor, kmq_ledger_floor(&p->ledger));
+    put(env, &map, atoms.oldest_open, kmq_ledger_oldest_open(&p->ledger));
+    kmq_ledger_counts counts = kmq_ledger_counters(&p->ledger);
+    enif_mutex_unlock(p->lock);
+    put(env, &map, atoms.late, (int64_t)counts.late);
+    put(env, &map, atoms.unknown, (int64_t)counts.unknown);
+    put(env, &map, atoms.repeats, (int64_t)counts.repeats);
+    put(env, &map, atoms.slot, p->slot);
+    put(env, &map, atoms.partition, p->partition);
+    put(env, &map, atoms.position, p->position);
+    put(env, &map, atoms.committed, p->committed);
+    put(env, &map, atoms.in_flight, p->in_flight);
+    put(env, &map, atoms.handed_out, (int64_t)p->handed_out);
+    put(env, &map, atoms.foreign_copies, (int64_t)p->foreign_copies);
+    return map;
+}
+
+KMQ_NIF(nif_consumer_info)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    ERL_NIF_TERM map = enif_make_new_map(env), list = enif_make_list(env, 0);
+    for (int32_t i = e->n_slots; i-- > 0;)
+        if (e->slots[i]) list = enif_make_list_cell(env, part_info(env, e->slots[i]), list);
+    enif_make_map_put(env, map, atoms.partitions, list, &map);
+    put(env, &map, atoms.waiting, atomic_load(&e->waiting));
+    put(env, &map, atoms.ends, atomic_load(&e->pending));
+    put(env, &map, atoms.in_flight, (int64_t)e->ends_in_flight);
+    put(env, &map, atoms.epoch, (int64_t)e->epoch);
+    enif_mutex_unlock(e->lock);
+    return term_ok(env, map);
+}

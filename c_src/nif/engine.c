@@ -1,0 +1,599 @@
+/* engine - life, timers, rebalances and commits of one consumer. The picture is in engine.h. */
+#include "engine.h"
+
+#include <string.h>
+#include "atoms.h"
+#include "term.h"
+#include "../kafka/failpoint.h"
+
+enum { CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200 };
+
+int64_t engine_now(void) { return enif_monotonic_time(ERL_NIF_MSEC); }
+
+/* ------------------------------------------------------------------ waking */
+static void send_to(engine *e, const ErlNifPid *to, ERL_NIF_TERM what, int64_t in_ms)
+{
+    ErlNifEnv *env = enif_alloc_env();
+    ERL_NIF_TERM message = in_ms < 0 ? what : enif_make_tuple2(env, what, enif_make_int64(env, in_ms));
+    ERL_NIF_TERM term = enif_make_tuple3(env, atoms.kmq, enif_make_resource(env, e->resource), message);
+    enif_send(NULL, to, env, term);
+    enif_free_env(env);
+}
+
+void engine_wake_borrower(engine *e)
+{
+    enif_mutex_lock(e->wake_lock);
+    if (!e->ready_sent && e->owner_alive) {
+        e->ready_sent = true;
+        send_to(e, e->borrower_set ? &e->borrower : &e->owner, atoms.ready, -1);
+    }
+    enif_mutex_unlock(e->wake_lock);
+}
+
+void engine_notify_owner(engine *e, int64_t in_ms)
+{
+    int64_t due = engine_now() + in_ms, current = atomic_load(&e->owner_due);
+    do {
+        if (due >= current) return;
+    } while (!atomic_compare_exchange_weak(&e->owner_due, &current, due));
+    enif_mutex_lock(e->wake_lock);
+    if (e->owner_alive) send_to(e, &e->owner, atoms.due, in_ms);
+    enif_mutex_unlock(e->wake_lock);
+}
+
+void engine_control_woken(void *ctx) { engine_notify_owner(ctx, 0); }
+
+void engine_records_woken(void *ctx)
+{
+    engine *e = ctx;
+    atomic_store(&e->records_woken, true);
+    engine_wake_borrower(e);
+}
+
+void engine_reports_woken(void *ctx)
+{
+    engine *e = ctx;
+    engine_wake_borrower(e);
+    if (atomic_load(&e->owner_wants_reports)) engine_notify_owner(e, 0);
+}
+
+/* ------------------------------------------------------------------ partitions */
+static void *core_realloc(void *ctx, void *ptr, size_t size)
+{
+    (void)ctx;
+    if (size) return enif_realloc(ptr, size);
+    enif_free(ptr);
+    return NULL;
+}
+static const kmq_alloc core_alloc = {core_realloc, NULL};
+
+static engine_topic *find_topic(engine *e, const char *name)
+{
+    for (size_t i = 0; i < e->n_topics; i++)
+        if (!strcmp(e->topics[i].name, name)) return &e->topics[i];
+    return NULL;
+}
+
+part *engine_find(engine *e, const char *topic, int32_t partition)
+{
+    for (size_t i = 0; i < e->n_active; i++)
+        if (e->active[i]->partition == partition && !strcmp(e->active[i]->topic->name, topic)) return e->active[i];
+    return NULL;
+}
+
+static void free_part(part *p)
+{
+    while (p->retries) {
+        retry *r = p->retries;
+        p->retries = r->next;
+        enif_free(r);
+    }
+    store_free(&p->store);
+    kmq_ledger_free(&p->ledger);
+    enif_mutex_destroy(p->lock);
+    enif_free(p);
+}
+
+static part *new_part(engine *e, engine_topic *topic, int32_t partition, int64_t position, int64_t committed)
+{
+    part *p = enif_alloc(sizeof *p);
+    if (!p) return NULL;
+    *p = (part){.topic = topic, .partition = partition, .position = position, .hot = true, .gate_offset = -1,
+                .gated = e->config.markers, .committed = committed, .sent = committed};
+    p->retries_tail = &p->retries;
+    store_init(&p->store);
+    p->lock = enif_mutex_create((char *)(uintptr_t) "kmq:partition");
+    kmq_delivery delivery = e->config.markers ? KMQ_DELIVERY_MARKERS : KMQ_DELIVERY_AT_MOST_ONCE;
+    if (!p->lock || kmq_ledger_init(&p->ledger, &core_alloc, delivery, position, e->config.max_processing_ms)) {
+        if (p->lock) enif_mutex_destroy(p->lock);
+        enif_free(p);
+        return NULL;
+    }
+    return p;
+}
+
+static bool add_slot(engine *e, part *p)
+{
+    enif_rwlock_rwlock(e->slots_lock);
+    if (e->n_slots == e->cap_slots) {
+        int32_t cap = e->cap_slots ? e->cap_slots * 2 : 64;
+        part **slots = enif_realloc(e->slots, (size_t)cap * sizeof *slots);
+        if (!slots) {
+            enif_rwlock_rwunlock(e->slots_lock);
+            return false;
+        }
+        e->slots = slots;
+        e->cap_slots = cap;
+    }
+    p->slot = e->n_slots;
+    e->slots[e->n_slots++] = p;
+    enif_rwlock_rwunlock(e->slots_lock);
+    return true;
+}
+
+/* What was handed out stays: its acks, renewals and time limit go on until nothing is open. */
+static void retire(engine *e, part *p)
+{
+    enif_mutex_lock(p->lock);
+    atomic_fetch_sub(&e->waiting, kmq_ledger_waiting(&p->ledger));
+    kmq_ledger_retire(&p->ledger);
+    p->state = PART_RETIRED;
+    enif_mutex_unlock(p->lock);
+    p->queue = NULL;
+    store_free(&p->store);
+    e->n_retired++;
+}
+
+static void retire_all(engine *e)
+{
+    for (size_t i = 0; i < e->n_active; i++) retire(e, e->active[i]);
+    e->n_active = 0;
+}
+
+static void reap(engine *e)
+{
+    for (int32_t i = 0; i < e->n_slots && e->n_retired; i++) {
+        part *p = e->slots[i];
+        if (!p || p->state != PART_RETIRED || p->in_flight) continue;
+        enif_mutex_lock(p->lock);
+        bool done = !kmq_ledger_open(&p->ledger) && !kmq_ledger_ends(&p->ledger) && !p->retries;
+        enif_mutex_unlock(p->lock);
+        if (!done) continue;
+        enif_rwlock_rwlock(e->slots_lock);
+        e->slots[i] = NULL;
+        enif_rwlock_rwunlock(e->slots_lock);
+        free_part(p);
+        e->n_retired--;
+    }
+}
+
+int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_commit, size_t n, kafka_error *err)
+{
+    part **active = enif_alloc((n + 1) * sizeof *active);
+    if (!active) return KAFKA_ENOMEM;
+    size_t made = 0;
+    int rc = kafka_consumer_assign(e->consumer, partitions, n, err);
+    for (size_t i = 0; i < n && !rc; i++) {
+        engine_topic *topic = find_topic(e, partitions[i].topic);
+        part *p = topic ? new_part(e, topic, partitions[i].partition, partitions[i].offset, has_commit[i] ? partitions[i].offset : -1)
+                        : NULL;
+        if (!p || !add_slot(e, p)) {
+            if (p) free_part(p);
+            rc = KAFKA_ENOMEM;
+            break;
+        }
+        p->queue = kafka_consumer_queue(e->consumer, topic->name, p->partition);
+        active[made++] = p;
+    }
+    enif_free(e->active);
+    e->active = active;
+    e->n_active = made;
+    e->cursor = 0;
+    e->rebalance = REB_NONE;
+    e->commit_due = engine_now(); /* an empty partition's position is committed, too: its first start is over */
+    if (!rc) engine_wake_borrower(e);
+    return rc;
+}
+
+/* The partition begins again at `offset` (out of range, topic made anew): as a new assignment of it, with a slot of its own. */
+int engine_reset(engine *e, part *p, int64_t offset, kafka_error *err)
+{
+    part *fresh = new_part(e, p->topic, p->partition, offset, -1);
+    if (!fresh) return KAFKA_ENOMEM;
+    if (!add_slot(e, fresh)) {
+        free_part(fresh);
+        return KAFKA_ENOMEM;
+    }
+    fresh->queue = p->queue;
+    for (size_t i = 0; i < e->n_active; i++)
+        if (e->active[i] == p) e->active[i] = fresh;
+    retire(e, p);
+    int rc = kafka_consumer_seek(e->consumer, fresh->topic->name, fresh->partition, offset, err);
+    if (rc) fresh->broken = true;
+    engine_want_commit(e, engine_now());
+    engine_wake_borrower(e);
+    return rc;
+}
+
+/* ------------------------------------------------------------------ commits */
+void engine_want_commit(engine *e, int64_t now)
+{
+    int64_t due = now + e->config.commit_interval_ms;
+    if (e->commit_due > due) e->commit_due = due;
+    engine_notify_owner(e, e->commit_due > now ? e->commit_due - now : 0);
+}
+
+/* One commit at a time; what changes meanwhile goes with the next. */
+void engine_send_commit(engine *e, int64_t now)
+{
+    enum { MOST = 1024 };
+    kafka_partition list[MOST];
+    size_t n = 0;
+    if (e->commit_in_flight || !e->consumer) return;
+    e->commit_due = INT64_MAX;
+    (void)KMQ_FAILPOINT("handout_commit");
+    for (size_t i = 0; i < e->n_active && n < MOST; i++) {
+        part *p = e->active[i];
+        enif_mutex_lock(p->lock);
+        int64_t offset = kmq_ledger_floor(&p->ledger);
+        if (offset < p->gate_offset) offset = p->gate_offset;
+        if (offset < p->sent) offset = p->sent; /* a commit never goes back */
+        if (offset > p->committed) kmq_ledger_cover(&p->ledger, offset);
+        enif_mutex_unlock(p->lock);
+        if (offset <= p->committed) continue;
+        p->sent = offset;
+        list[n++] = (kafka_partition){.topic = p->topic->name, .partition = p->partition, .offset = offset};
+    }
+    if (!n) return;
+    if (kafka_consumer_commit(e->consumer, list, n, NULL, NULL)) e->commit_due = now + COMMIT_PAUSE_MS;
+    else e->commit_in_flight = true;
+}
+
+static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    bool failed = event->error.code != 0;
+    kafka_error err = event->error;
+    e->commit_in_flight = false;
+    for (size_t i = 0; i < event->n_partitions; i++) {
+        const kafka_partition *kp = &event->partitions[i];
+        part *p = engine_find(e, kp->topic, kp->partition);
+        if (kp->error) {
+            if (!failed) kafka_error_set(&err, kp->error, "%s-%d at %lld", kp->topic, (int)kp->partition, (long long)kp->offset);
+            failed = true;
+        } else if (p && !event->error.code && kp->offset >= 0) {
+            if (p->committed < kp->offset) p->committed = kp->offset;
+            if (p->gated && p->gate_offset >= 0 && p->committed >= p->gate_offset) {
+                p->gated = false;
+                engine_wake_borrower(e);
+            }
+        }
+    }
+    if (failed) {
+        *events = enif_make_list_cell(env, enif_make_tuple2(env, atoms.commit_failed, term_kafka_error(env, &err)), *events);
+        e->commit_due = now + COMMIT_PAUSE_MS;
+    } else if (e->commit_due == INT64_MAX) {
+        e->commit_due = now + e->config.commit_interval_ms; /* the floor may have moved meanwhile */
+    }
+}
+
+/* ------------------------------------------------------------------ rebalances */
+static ERL_NIF_TERM partitions_term(ErlNifEnv *env, const kafka_partition *partitions, size_t n)
+{
+    ERL_NIF_TERM list = enif_make_list(env, 0);
+    for (size_t i = n; i-- > 0;)
+        list = enif_make_list_cell(
+            env, enif_make_tuple2(env, term_text(env, partitions[i].topic), enif_make_int(env, partitions[i].partition)), list);
+    return list;
+}
+
+static ERL_NIF_TERM active_term(const engine *e, ErlNifEnv *env)
+{
+    ERL_NIF_TERM list = enif_make_list(env, 0);
+    for (size_t i = e->n_active; i-- > 0;)
+        list = enif_make_list_cell(env,
+                                   enif_make_tuple2(env, term_text(env, e->active[i]->topic->name),
+                                                    enif_make_int(env, e->active[i]->partition)),
+                                   list);
+    return list;
+}
+
+static void revoked(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
+{
+    *events = enif_make_list_cell(env,
+                                  enif_make_tuple4(env, atoms.revoked, enif_make_uint64(env, e->epoch), active_term(e, env),
+                                                   e->lost ? atoms.true_ : atoms.false_),
+                                  *events);
+    retire_all(e);
+    kafka_consumer_unassign(e->consumer, NULL);
+    e->rebalance = REB_NONE;
+}
+
+/* A clean revocation waits, bounded, for STARTs and commits in flight and ends with a commit. */
+static void rebalance_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    bool over = now >= e->rebalance_deadline || kafka_consumer_lost(e->consumer);
+    if (e->rebalance == REB_SETTLE) {
+        bool busy = e->commit_in_flight;
+        for (size_t i = 0; i < e->n_active && !busy; i++) busy = e->active[i]->starts_in_flight > 0;
+        if (busy && !over) return;
+        for (size_t i = 0; i < e->n_active; i++) marks_release(e, e->active[i], false);
+        if (!e->commit_in_flight) engine_send_commit(e, now);
+        e->rebalance = REB_COMMIT;
+    }
+    if (e->rebalance == REB_COMMIT && (!e->commit_in_flight || over)) {
+        e->commit_in_flight = false;
+        revoked(e, env, events);
+    }
+}
+
+static void rebalance_event(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    e->epoch++;
+    if (event->type == KAFKA_EVENT_ASSIGN) {
+        if (e->n_active) retire_all(e); /* eager: there is nothing left; a second ASSIGN replaces the first */
+        e->rebalance = REB_ASSIGN;
+        *events = enif_make_list_cell(env,
+                                      enif_make_tuple3(env, atoms.assign, enif_make_uint64(env, e->epoch),
+                                                       partitions_term(env, event->partitions, event->n_partitions)),
+                                      *events);
+        return;
+    }
+    e->lost = event->lost;
+    if (e->lost || !e->n_active) {
+        revoked(e, env, events);
+        return;
+    }
+    e->rebalance = REB_SETTLE;
+    e->rebalance_deadline = now + e->config.revoke_wait_ms;
+}
+
+/* ------------------------------------------------------------------ the owner's poll */
+static void add(ErlNifEnv *env, ERL_NIF_TERM *events, ERL_NIF_TERM name, ERL_NIF_TERM value)
+{
+    *events = enif_make_list_cell(env, enif_make_tuple2(env, name, value), *events);
+}
+
+static void simple_event(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    switch (event->type) {
+    case KAFKA_EVENT_ASSIGN:
+    case KAFKA_EVENT_REVOKE: rebalance_event(e, event, env, events, now); break;
+    case KAFKA_EVENT_COMMIT: committed(e, event, env, events, now); break;
+    case KAFKA_EVENT_ERROR: add(env, events, atoms.error, term_kafka_error(env, &event->error)); break;
+    case KAFKA_EVENT_LOG:
+        *events = enif_make_list_cell(
+            env, enif_make_tuple3(env, atoms.log, enif_make_int(env, event->level), term_text(env, event->text)), *events);
+        break;
+    case KAFKA_EVENT_STATS: add(env, events, atoms.stats, term_text(env, event->text)); break;
+    case KAFKA_EVENT_TOKEN: add(env, events, atoms.token, term_text(env, event->text)); break;
+    case KAFKA_EVENT_NONE: break;
+    }
+}
+
+static bool serve_queues(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    kafka_event event;
+    int n = 0;
+    while (e->consumer && n < CONTROL_EVENTS && kafka_consumer_poll(e->consumer, &event)) {
+        simple_event(e, &event, env, events, now);
+        kafka_event_free(&event);
+        n++;
+    }
+    while (e->producer && n < 2 * CONTROL_EVENTS && kafka_producer_poll(e->producer, &event)) {
+        simple_event(e, &event, env, events, now);
+        kafka_event_free(&event);
+        n++;
+    }
+    return n >= CONTROL_EVENTS;
+}
+
+static void out_of_range(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
+{
+    for (size_t i = 0; i < e->n_active; i++) {
+        part *p = e->active[i];
+        if (!p->broken) continue;
+        ERL_NIF_TERM event[] = {atoms.out_of_range, enif_make_int(env, p->slot), term_text(env, p->topic->name),
+                                enif_make_int(env, p->partition), enif_make_int64(env, p->position)};
+        *events = enif_make_list_cell(env, enif_make_tuple_from_array(env, event, 5), *events);
+    }
+}
+
+static void flush_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    if (!e->flush_seq) return;
+    if (e->flush_seq == UINT64_MAX) {
+        if (e->flush_due > now && e->flush_due != INT64_MAX) return;
+        e->flush_seq = e->seq ? e->seq : 1;
+        marks_flush(e, now); /* gives UINT64_MAX again when not all could be queued */
+        if (e->flush_seq != UINT64_MAX) e->flush_seq = e->seq ? e->seq : 1;
+    }
+    for (const mark *m = e->oldest; m && m->seq <= e->flush_seq; m = m->next)
+        if (m->type == KMQ_MARKER_END || m->type == KMQ_MARKER_RETRY) return;
+    e->flush_seq = 0;
+    *events = enif_make_list_cell(env, atoms.flushed, *events);
+}
+
+static void destroy_clients(engine *e)
+{
+    if (e->consumer) kafka_consumer_destroy(e->consumer, NULL, NULL);
+    if (e->producer) kafka_producer_destroy(e->producer, NULL, NULL);
+    e->consumer = NULL;
+    e->producer = NULL;
+}
+
+void engine_close_begin(engine *e, int64_t deadline)
+{
+    if (e->state != ENGINE_OPEN) return;
+    e->state = ENGINE_CLOSING;
+    e->draining = true;
+    e->close_step = CLOSE_LEAVE;
+    e->close_deadline = deadline;
+    if (e->rebalance == REB_ASSIGN) { /* never answered: there is nothing to settle */
+        e->rebalance = REB_NONE;
+        kafka_consumer_unassign(e->consumer, NULL);
+    }
+    marks_flush(e, engine_now());
+    if (kafka_consumer_close_begin(e->consumer, NULL)) e->close_step = CLOSE_FLUSH;
+    engine_notify_owner(e, 0);
+}
+
+static void close_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    if (e->state != ENGINE_CLOSING) return;
+    bool over = now >= e->close_deadline;
+    if (e->close_step == CLOSE_LEAVE && (kafka_consumer_closed(e->consumer) || over)) {
+        retire_all(e);
+        e->close_step = CLOSE_FLUSH;
+    }
+    if (e->close_step == CLOSE_FLUSH) { /* what is still open goes back at once, at no attempt */
+        for (int32_t i = 0; i < e->n_slots; i++)
+            if (e->slots[i]) marks_release(e, e->slots[i], true);
+        marks_flush(e, now);
+        e->close_step = CLOSE_WAIT;
+    }
+    if (e->close_step == CLOSE_WAIT) {
+        if (!marks_settled(e) && !over) {
+            if (atomic_load(&e->pending) && e->flush_due <= now) marks_flush(e, now);
+            return;
+        }
+        destroy_clients(e);
+        e->state = ENGINE_CLOSED;
+        *events = enif_make_list_cell(env, enif_make_tuple2(env, atoms.closed, over ? atoms.timeout : atoms.ok), *events);
+    }
+}
+
+void engine_kill(engine *e)
+{
+    if (e->state == ENGINE_CLOSED) return;
+    e->state = ENGINE_CLOSED;
+    e->draining = true;
+    destroy_clients(e);
+}
+
+int engine_open_producer(engine *e, kafka_error *err)
+{
+    kafka_wake wake = {.fn = engine_reports_woken, .ctx = e, .fd = -1};
+    int rc = kafka_producer_open(e->producer_props, e->n_producer_props, true, &wake, &e->producer, err);
+    for (size_t i = 0; i < e->n_topics && !rc; i++) {
+        e->topics[i].marker = kafka_producer_topic(e->producer, e->topics[i].marker_name, err);
+        if (!e->topics[i].marker) rc = KAFKA_EKAFKA;
+    }
+    if (rc && e->producer) {
+        kafka_producer_destroy(e->producer, NULL, NULL);
+        e->producer = NULL;
+    }
+    return rc;
+}
+
+/* A producer that turned fatal is replaced; what it had in flight is unknown, so it counts as failed and is written again. */
+int engine_rebuild(engine *e, kafka_error *err)
+{
+    if (!e->producer_broken) return KAFKA_OK;
+    if (e->producer) kafka_producer_destroy(e->producer, NULL, NULL);
+    e->producer = NULL;
+    marks_fail_all(e, engine_now());
+    int rc = engine_open_producer(e, err);
+    if (!rc) e->producer_broken = false;
+    e->rebuild_asked = 0;
+    engine_notify_owner(e, rc ? COMMIT_PAUSE_MS : 0);
+    return rc;
+}
+
+static int64_t earliest(const engine *e, int64_t now)
+{
+    int64_t next = now + e->config.max_poll_ms / 3;
+#define SOONER(t)                                                                                                      \
+    do {                                                                                                               \
+        int64_t t_ = (t);                                                                                              \
+        if (t_ < next) next = t_;                                                                                      \
+    } while (0)
+    if (!e->commit_in_flight) SOONER(e->commit_due);
+    SOONER(e->flush_due);
+    if (atomic_load(&((engine *)(uintptr_t)e)->pending) && e->flush_due == INT64_MAX) SOONER(now + e->config.ack_flush_ms);
+    if (e->config.markers) SOONER(e->renew_due);
+    if (e->rebalance == REB_SETTLE || e->rebalance == REB_COMMIT || e->state == ENGINE_CLOSING || e->flush_seq) SOONER(now + BUSY_MS);
+    for (int32_t i = 0; i < e->n_slots; i++) {
+        part *p = e->slots[i];
+        if (!p) continue;
+        if (p->start_pause_until > now) SOONER(p->start_pause_until);
+        enif_mutex_lock(p->lock);
+        SOONER(kmq_ledger_next_timeout(&p->ledger));
+        enif_mutex_unlock(p->lock);
+    }
+#undef SOONER
+    return next > now ? next - now : 0;
+}
+
+static void note_broken(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    if (e->producer_broken && now - e->rebuild_asked > 1000) {
+        kafka_error err;
+        kafka_error_set(&err, 0, "no producer");
+        if (e->producer) kafka_producer_fatal(e->producer, &err);
+        add(env, events, atoms.rebuild, term_kafka_error(env, &err));
+        e->rebuild_asked = now;
+    }
+    if (e->start_error[0]) {
+        add(env, events, atoms.start_failed, term_text(env, e->start_error));
+        e->start_error[0] = 0;
+    }
+}
+
+int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_ms)
+{
+    int64_t now = engine_now();
+    atomic_store(&e->owner_due, INT64_MAX);
+    *events = enif_make_list(env, 0);
+    *next_ms = e->config.max_poll_ms / 3;
+    if (e->state == ENGINE_CLOSED) return 0;
+
+    bool busy = serve_queues(e, env, events, now);
+    pump(e, 0, now);
+    if (atomic_load(&e->pending) && (e->flush_due == INT64_MAX || e->flush_due <= now)) marks_flush(e, now);
+    if (now >= e->renew_due) marks_renew(e, now);
+    marks_timeouts(e, now);
+    flush_on(e, env, events, now);
+    if (e->rebalance == REB_SETTLE || e->rebalance == REB_COMMIT) rebalance_on(e, env, events, now);
+    if (e->rebalance == REB_NONE && now >= e->commit_due && e->state == ENGINE_OPEN) engine_send_commit(e, now);
+    close_on(e, env, events, now);
+    note_broken(e, env, events, now);
+    out_of_range(e, env, events);
+    reap(e);
+    enif_make_reverse_list(env, *events, events);
+
+    atomic_store(&e->owner_wants_reports, e->rebalance == REB_SETTLE || e->state == ENGINE_CLOSING || e->flush_seq);
+    enif_mutex_lock(e->wake_lock);
+    if (!e->borrower_set) e->ready_sent = false;
+    enif_mutex_unlock(e->wake_lock);
+    int64_t next = busy ? 0 : earliest(e, now);
+    *next_ms = next;
+    int64_t due = now + next, current = INT64_MAX;
+    while (due < current && !atomic_compare_exchange_weak(&e->owner_due, &current, due)) {}
+    return 0;
+}
+
+void engine_free(engine *e)
+{
+    while (e->oldest) {
+        mark *m = e->oldest;
+        e->oldest = m->next;
+        enif_free(m->text);
+        enif_free(m);
+    }
+    for (int32_t i = 0; i < e->n_slots; i++)
+        if (e->slots[i]) free_part(e->slots[i]);
+    for (size_t i = 0; i < e->n_topics; i++) {
+        enif_free(e->topics[i].name);
+        enif_free(e->topics[i].marker_name);
+    }
+    enif_free(e->topics);
+    enif_free(e->slots);
+    enif_free(e->active);
+    enif_free(e->producer_memory);
+    enif_free(e->config.group_id);
+    enif_free(e->config.count_header);
+    if (e->slots_lock) enif_rwlock_destroy(e->slots_lock);
+    if (e->wake_lock) enif_mutex_destroy(e->wake_lock);
+    if (e->lock) enif_mutex_destroy(e->lock);
+    enif_free(e);
+}

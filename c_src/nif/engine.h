@@ -1,0 +1,200 @@
+/* engine - one consumer: what is assigned, fetched, STARTed, handed out, settled, and the markers that say so.
+ *
+ *    librdkafka          engine lock                                  partition lock        any process
+ *   +-----------+  pop   +-------+ START, durable +-------+  take    +--------+  settle    +-----------+
+ *   | partition |------->| store |--------------->| ready |--------->| ledger |<-----------| acks      |
+ *   |   queues  |        +-------+                +-------+  demand  +--------+            +-----------+
+ *   +-----------+             ^                                          | END, EXTEND, RETRY
+ *   | control   |--> poll (the owner): rebalances, commits, timers       v
+ *   +-----------+                                             marks --> producer --> marker topic
+ *
+ * The order of writes on which the guarantee rests: START durable -> hand out -> commit. Within a partition messages are
+ * handed out in offset order, so the offset to commit is that of the first message not handed out. The first window after an
+ * assignment is handed out only when the commit that covers it is acknowledged (`gated`): a message that kills the VM is then
+ * below the committed offset the next time, and the tracker counts it.
+ *
+ * Files: engine.c (life, poll, timers, rebalances, commits), pump.c (fetch, START, hand-out), marks.c (records to the marker
+ * topic and their reports).
+ *
+ * Locks, in this order: engine.lock -> slots_lock -> part.lock; wake_lock is a leaf and is also taken in librdkafka's callbacks (which
+ * hold a queue lock), so nobody calls librdkafka with it. No librdkafka call under a part.lock.
+ * Threads: NIFs on any scheduler; callbacks of librdkafka touch wake_* only. */
+#ifndef KMQ_ENGINE_H
+#define KMQ_ENGINE_H
+
+#include <erl_nif.h>
+#include <stdatomic.h>
+#include "kmq.h"
+#include "ledger.h"
+#include "marker.h"
+#include "kafka.h"
+#include "store.h"
+
+typedef struct engine engine;
+typedef struct part part;
+
+typedef enum engine_format { FORMAT_RANGE, FORMAT_KMQ } engine_format;
+
+typedef struct engine_config {
+    char *group_id;
+    engine_format format;
+    bool markers; /* false: no markers at all (the measure of the bench; hand-outs are not tracked) */
+    int64_t lease_ms, max_processing_ms, start_ahead, max_in_flight, commit_interval_ms, ack_flush_ms, revoke_wait_ms;
+    int64_t max_poll_ms, store_bytes;
+    char *count_header;
+    uint64_t instance;
+} engine_config;
+
+typedef struct engine_topic {
+    char *name, *marker_name;
+    kafka_topic *marker; /* of the present producer */
+    kmq_marker_scope scope;
+} engine_topic;
+
+/* A RETRY that somebody asked for and that is not written yet. */
+typedef struct retry {
+    struct retry *next;
+    kmq_range range;
+    int64_t delay_ms;
+    uint8_t cause, flags;
+    size_t text_len;
+    char text[];
+} retry;
+
+typedef enum part_state { PART_ACTIVE, PART_RETIRED } part_state;
+
+struct part {
+    int32_t slot;
+    engine_topic *topic;
+    int32_t partition;
+    part_state state;
+    kafka_queue *queue; /* NULL when retired */
+    bool hot;           /* its queue may hold more */
+    bool broken;        /* waits for a new position (out of range) */
+    int64_t position;   /* next offset expected from the queue */
+    store store;
+    /* the gate of the first window; -1: no commit asked for yet */
+    bool gated;
+    int64_t gate_offset;
+    int64_t committed, sent; /* acknowledged; last sent. -1: none */
+    int starts_in_flight, in_flight;
+    int64_t start_pause_until;
+    uint64_t foreign_copies, handed_out;
+
+    ErlNifMutex *lock; /* ledger, retries, wants_flush, full */
+    kmq_ledger ledger;
+    retry *retries, **retries_tail;
+    uint64_t settled;
+    bool full; /* a hand-out stopped at max_in_flight */
+};
+
+/* One record (range format) or one batch of records (kmq format) on its way to the marker topic. */
+typedef struct mark {
+    struct mark *prev, *next; /* what is in flight, oldest first */
+    part *part;
+    uint64_t seq;
+    int64_t time_ms;
+    uint32_t left; /* records not reported yet */
+    bool failed;
+    uint8_t type, cause, flags;
+    size_t text_len, n_ranges;
+    char *text;
+    kmq_range ranges[];
+} mark;
+
+typedef enum engine_state { ENGINE_OPEN, ENGINE_CLOSING, ENGINE_CLOSED } engine_state;
+typedef enum rebalance_state { REB_NONE, REB_ASSIGN, REB_SETTLE, REB_COMMIT } rebalance_state;
+typedef enum close_step { CLOSE_FLUSH, CLOSE_LEAVE, CLOSE_WAIT, CLOSE_SENT } close_step;
+
+struct engine {
+    ErlNifMutex *lock;
+    engine_config config;
+    engine_state state;
+    kafka_consumer *consumer;
+    kafka_producer *producer;
+    kafka_property *producer_props;
+    size_t n_producer_props;
+    void *producer_memory;
+    engine_topic *topics;
+    size_t n_topics;
+
+    part **slots; /* by slot number; NULL = gone */
+    int32_t n_slots, cap_slots;
+    ErlNifRWLock *slots_lock;
+    part **active; /* what is assigned, in round-robin order */
+    size_t n_active, cursor;
+    size_t n_retired;
+
+    uint64_t epoch;
+    rebalance_state rebalance;
+    bool lost;
+    int64_t rebalance_deadline;
+
+    bool draining; /* nothing more is handed out */
+    close_step close_step;
+    int64_t close_deadline;
+
+    bool commit_in_flight;
+    int64_t commit_due; /* INT64_MAX: nothing changed */
+    int64_t renew_due, flush_due, rebuild_asked;
+
+    mark *oldest, *newest; /* marks in flight */
+    uint64_t seq, flush_seq; /* flush_seq: 0 = nobody waits */
+    size_t ends_in_flight;   /* ENDs and RETRYs */
+    bool producer_broken;
+    char start_error[160];
+    int64_t start_error_at;
+
+    _Atomic int64_t waiting;  /* fetched, not handed out */
+    _Atomic int64_t pending;  /* ENDs and RETRYs not yet in a record */
+    _Atomic int64_t owner_due; /* when the owner polls next */
+    _Atomic bool records_woken;
+
+    /* who is woken */
+    ErlNifMutex *wake_lock;
+    void *resource;
+    ErlNifPid owner, borrower;
+    bool owner_alive, borrower_set, ready_sent;
+    _Atomic bool owner_wants_reports;
+
+    uint8_t buffer[KMQ_MARKER_MAX_BYTES + 1]; /* one record being encoded */
+    kmq_range ranges[2048];                   /* of one record */
+};
+
+int64_t engine_now(void); /* monotonic, ms */
+
+/* -- life (engine.c). Everything below is called with engine.lock held unless it says otherwise. */
+void engine_notify_owner(engine *engine, int64_t in_ms); /* no lock needed */
+void engine_wake_borrower(engine *engine);               /* no lock needed */
+void engine_want_commit(engine *engine, int64_t now);
+void engine_send_commit(engine *engine, int64_t now);
+int engine_poll(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_ms);
+int engine_assign(engine *engine, const kafka_partition *partitions, const bool *has_commit, size_t n, kafka_error *err);
+int engine_reset(engine *engine, part *part, int64_t offset, kafka_error *err);
+int engine_rebuild(engine *engine, kafka_error *err);
+void engine_close_begin(engine *engine, int64_t deadline);
+void engine_kill(engine *engine); /* at once, from any state; never blocks */
+void engine_free(engine *engine); /* no lock: nobody else is there any more */
+part *engine_find(engine *engine, const char *topic, int32_t partition);
+int engine_open_producer(engine *engine, kafka_error *err);
+/* callbacks of librdkafka */
+void engine_control_woken(void *ctx);
+void engine_records_woken(void *ctx);
+void engine_reports_woken(void *ctx);
+
+/* -- pump.c */
+void pump(engine *engine, int64_t want, int64_t now);
+/* Hands out up to max messages: [{Slot, Topic, Partition, [Message]}], *more: there is more that the time slice cut off. */
+ERL_NIF_TERM pump_take(engine *engine, ErlNifEnv *env, int64_t max, int64_t now, bool *more);
+
+/* -- marks.c */
+void marks_reports(engine *engine, int64_t now);
+void marks_start(engine *engine, part *part, int64_t now);
+void marks_flush(engine *engine, int64_t now); /* ENDs and RETRYs that wait */
+void marks_renew(engine *engine, int64_t now);
+void marks_timeouts(engine *engine, int64_t now);
+void marks_release(engine *engine, part *part, bool open); /* RETRY released: STARTed and covered by a commit; open ones too */
+void marks_fail_all(engine *engine, int64_t now);          /* the producer is gone: what was in flight failed */
+bool marks_settled(const engine *engine);                  /* nothing waits and no END or RETRY is in flight */
+
+#endif

@@ -1,0 +1,142 @@
+/* kmq_nif - load, and the table of functions: what blocks is declared dirty, the rest stays well under a millisecond. */
+#include "resource.h"
+
+#include "backoff.h"
+#include "kafka.h"
+#include "term.h"
+
+/* Compiled into both sides (src/kmq_nif.erl): a library of another build is refused. */
+enum { KMQ_NIF_ABI = 1 };
+
+ErlNifResourceType *consumer_type, *publisher_type, *admin_type;
+_Atomic int live_consumers, live_publishers, live_admins;
+
+bool resources_load(ErlNifEnv *env)
+{
+    ErlNifResourceTypeInit consumer = {.dtor = consumer_dtor, .down = consumer_down},
+                           publisher = {.dtor = publisher_dtor, .down = publisher_down}, admin = {.dtor = admin_dtor};
+    consumer_type = enif_open_resource_type_x(env, "kmq_consumer", &consumer, ERL_NIF_RT_CREATE, NULL);
+    publisher_type = enif_open_resource_type_x(env, "kmq_publisher", &publisher, ERL_NIF_RT_CREATE, NULL);
+    admin_type = enif_open_resource_type_x(env, "kmq_admin", &admin, ERL_NIF_RT_CREATE, NULL);
+    return consumer_type && publisher_type && admin_type;
+}
+
+static KMQ_NIF(nif_version)
+{
+    (void)argc;
+    (void)argv;
+    return enif_make_tuple2(env, term_text(env, kafka_version()), enif_make_int(env, kafka_version_number()));
+}
+
+static KMQ_NIF(nif_live)
+{
+    (void)argc;
+    (void)argv;
+    ERL_NIF_TERM map = enif_make_new_map(env);
+    enif_make_map_put(env, map, atoms.consumers, enif_make_int(env, atomic_load(&live_consumers)), &map);
+    enif_make_map_put(env, map, atoms.publishers, enif_make_int(env, atomic_load(&live_publishers)), &map);
+    enif_make_map_put(env, map, atoms.admins, enif_make_int(env, atomic_load(&live_admins)), &map);
+    enif_make_map_put(env, map, atoms.clients, enif_make_int(env, kafka_live()), &map);
+    return map;
+}
+
+enum { BACKOFF_LIST = 64 };
+
+/* backoff({exponential, Min, Max, Factor, Jitter} | {linear, Min, Max, Step, Jitter} | {list, [Ms], Jitter}, Attempt, U) */
+static KMQ_NIF(nif_backoff)
+{
+    (void)argc;
+    const ERL_NIF_TERM *t;
+    int arity;
+    ErlNifSInt64 attempt, ms[2];
+    double u;
+    int64_t list[BACKOFF_LIST];
+    kmq_backoff backoff = {.kind = KMQ_BACKOFF_EXPONENTIAL};
+    if (!enif_get_tuple(env, argv[0], &arity, &t) || !enif_get_int64(env, argv[1], &attempt) || !enif_get_double(env, argv[2], &u))
+        return enif_make_badarg(env);
+    if (arity == 5 && (enif_compare(t[0], atoms.exponential) == 0 || enif_compare(t[0], atoms.linear) == 0)) {
+        if (enif_compare(t[0], atoms.linear) == 0) backoff.kind = KMQ_BACKOFF_LINEAR;
+        if (!enif_get_int64(env, t[1], &ms[0]) || !enif_get_int64(env, t[2], &ms[1]) || !enif_get_double(env, t[3], &backoff.factor) ||
+            !enif_get_double(env, t[4], &backoff.jitter))
+            return enif_make_badarg(env);
+        backoff.min_ms = ms[0];
+        backoff.max_ms = ms[1];
+    } else if (arity == 3 && enif_compare(t[0], atoms.list) == 0) {
+        ERL_NIF_TERM head, tail = t[1];
+        ErlNifSInt64 one;
+        backoff.kind = KMQ_BACKOFF_LIST;
+        backoff.list_ms = list;
+        while (backoff.n_list < BACKOFF_LIST && enif_get_list_cell(env, tail, &head, &tail)) {
+            if (!enif_get_int64(env, head, &one)) return enif_make_badarg(env);
+            list[backoff.n_list++] = one;
+        }
+        if (!backoff.n_list || !enif_get_double(env, t[2], &backoff.jitter)) return enif_make_badarg(env);
+    } else {
+        return enif_make_badarg(env);
+    }
+    return enif_make_int64(env, kmq_backoff_delay_ms(&backoff, attempt, u));
+}
+
+static ErlNifFunc functions[] = {
+    {"version", 0, nif_version, 0},
+    {"live", 0, nif_live, 0},
+    {"backoff", 3, nif_backoff, 0},
+    {"consumer_open", 3, nif_consumer_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"consumer_subscribe", 1, nif_consumer_subscribe, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"consumer_attach", 2, nif_consumer_attach, 0},
+    {"consumer_poll", 1, nif_consumer_poll, 0},
+    {"consumer_take", 2, nif_consumer_take, 0},
+    {"consumer_settle", 3, nif_consumer_settle, 0},
+    {"consumer_retry", 5, nif_consumer_retry, 0},
+    {"consumer_assign", 3, nif_consumer_assign, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"consumer_reset", 3, nif_consumer_reset, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"consumer_rebuild", 1, nif_consumer_rebuild, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"consumer_flush", 1, nif_consumer_flush, 0},
+    {"consumer_drain", 1, nif_consumer_drain, 0},
+    {"consumer_close", 2, nif_consumer_close, 0},
+    {"consumer_kill", 1, nif_consumer_kill, 0},
+    {"consumer_info", 1, nif_consumer_info, 0},
+    {"consumer_set_token", 4, nif_consumer_set_token, 0},
+    {"consumer_test_fatal", 1, nif_consumer_test_fatal, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"publisher_open", 2, nif_publisher_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"publisher_send", 4, nif_publisher_send, 0},
+    {"publisher_space", 1, nif_publisher_space, 0},
+    {"publisher_poll", 1, nif_publisher_poll, 0},
+    {"publisher_queued", 1, nif_publisher_queued, 0},
+    {"publisher_close", 1, nif_publisher_close, 0},
+    {"publisher_set_token", 4, nif_publisher_set_token, 0},
+    {"admin_open", 1, nif_admin_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_close", 1, nif_admin_close, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_cluster_id", 2, nif_admin_cluster_id, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_partitions", 3, nif_admin_partitions, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_topics", 2, nif_admin_topics, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_create_topic", 6, nif_admin_create_topic, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_create_partitions", 4, nif_admin_create_partitions, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_delete_topic", 3, nif_admin_delete_topic, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_topic_config", 3, nif_admin_topic_config, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_committed", 3, nif_admin_committed, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_watermarks", 4, nif_admin_watermarks, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_offset_for_time", 5, nif_admin_offset_for_time, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_delete_records", 5, nif_admin_delete_records, ERL_NIF_DIRTY_JOB_IO_BOUND},
+};
+
+static int load(ErlNifEnv *env, void **priv, ERL_NIF_TERM info)
+{
+    int abi;
+    *priv = NULL;
+    if (!enif_get_int(env, info, &abi) || abi != KMQ_NIF_ABI) return 1;
+    atoms_load(env);
+    return resources_load(env) ? 0 : 2;
+}
+
+/* librdkafka's threads may not lose their code: a second version of the module in one VM is refused. */
+static int upgrade(ErlNifEnv *env, void **priv, void **old_priv, ERL_NIF_TERM info)
+{
+    (void)env;
+    (void)priv;
+    (void)old_priv;
+    (void)info;
+    return 3;
+}
+
+ERL_NIF_INIT(kmq_nif, functions, load, NULL, upgrade, NULL)

@@ -1,0 +1,387 @@
+/* marks - records to the marker topic: written, reported, written again until they are durable. */
+#include "engine.h"
+
+#include <string.h>
+#include "atoms.h"
+#include "../kafka/failpoint.h"
+
+enum { START_PAUSE_MS = 100, KMQ_BATCH = 1000, REPORTS = 256 };
+
+/* ------------------------------------------------------------------ in flight */
+static void link_mark(engine *e, mark *m)
+{
+    m->seq = ++e->seq;
+    m->prev = e->newest;
+    m->next = NULL;
+    if (e->newest) e->newest->next = m;
+    else e->oldest = m;
+    e->newest = m;
+    m->part->in_flight++;
+    if (m->type == KMQ_MARKER_START) m->part->starts_in_flight++;
+    if (m->type == KMQ_MARKER_END || m->type == KMQ_MARKER_RETRY) e->ends_in_flight++;
+}
+
+static void unlink_mark(engine *e, mark *m)
+{
+    if (m->prev) m->prev->next = m->next;
+    else e->oldest = m->next;
+    if (m->next) m->next->prev = m->prev;
+    else e->newest = m->prev;
+    m->part->in_flight--;
+    if (m->type == KMQ_MARKER_START) m->part->starts_in_flight--;
+    if (m->type == KMQ_MARKER_END || m->type == KMQ_MARKER_RETRY) e->ends_in_flight--;
+}
+
+static retry *new_retry(kmq_range range, int64_t delay_ms, uint8_t cause, uint8_t flags, const char *text, size_t text_len)
+{
+    retry *r = enif_alloc(sizeof *r + text_len);
+    if (!r) return NULL;
+    *r = (retry){.range = range, .delay_ms = delay_ms, .cause = cause, .flags = flags, .text_len = text_len};
+    if (text_len) memcpy(r->text, text, text_len);
+    return r;
+}
+
+static void queue_retry(part *p, retry *r)
+{
+    r->next = NULL;
+    *p->retries_tail = r;
+    p->retries_tail = &r->next;
+}
+
+static int64_t count_offsets(const kmq_range *ranges, size_t n)
+{
+    int64_t count = 0;
+    for (size_t i = 0; i < n; i++) count += ranges[i].hi - ranges[i].lo;
+    return count;
+}
+
+/* What could not be written, or was not acknowledged, waits again where it came from. */
+static void give_back(engine *e, part *p, uint8_t type, uint8_t cause, uint8_t flags, int64_t time_ms, const char *text,
+                      size_t text_len, const kmq_range *ranges, size_t n, int64_t now)
+{
+    if (!n) return;
+    enif_mutex_lock(p->lock);
+    switch (type) {
+    case KMQ_MARKER_START:
+        if (p->state == PART_ACTIVE) kmq_ledger_start_failed(&p->ledger, ranges[0].lo, ranges[n - 1].hi);
+        p->start_pause_until = now + START_PAUSE_MS;
+        break;
+    case KMQ_MARKER_END:
+        kmq_ledger_end_failed(&p->ledger, (kmq_end_cause)cause, ranges, n);
+        atomic_fetch_add(&e->pending, count_offsets(ranges, n));
+        break;
+    case KMQ_MARKER_RETRY:
+        for (size_t i = 0; i < n; i++) {
+            retry *r = new_retry(ranges[i], time_ms, cause, flags, text, text_len);
+            if (!r) continue; /* its lease ends as a crash: counted, but not lost */
+            queue_retry(p, r);
+            atomic_fetch_add(&e->pending, ranges[i].hi - ranges[i].lo);
+        }
+        break;
+    default: break;
+    }
+    enif_mutex_unlock(p->lock);
+    if (type == KMQ_MARKER_END || type == KMQ_MARKER_RETRY) {
+        if (e->flush_seq) e->flush_seq = UINT64_MAX; /* the flush waits for the second try, too */
+        if (e->flush_due > now + START_PAUSE_MS) e->flush_due = now + START_PAUSE_MS;
+    }
+}
+
+static void finish(engine *e, mark *m, int64_t now)
+{
+    part *p = m->part;
+    unlink_mark(e, m);
+    if (m->failed) {
+        give_back(e, p, m->type, m->cause, m->flags, m->time_ms, m->text, m->text_len, m->ranges, m->n_ranges, now);
+    } else if (m->type == KMQ_MARKER_START) {
+        enif_mutex_lock(p->lock);
+        if (p->state == PART_ACTIVE) kmq_ledger_started(&p->ledger, m->ranges[0].lo, m->ranges[m->n_ranges - 1].hi);
+        enif_mutex_unlock(p->lock);
+        (void)KMQ_FAILPOINT("start_handout");
+        engine_wake_borrower(e);
+    }
+    enif_free(m->text);
+    enif_free(m);
+}
+
+static mark *new_mark(part *p, uint8_t type, const kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause, uint8_t flags,
+                      const char *text, size_t text_len)
+{
+    mark *m = enif_alloc(sizeof *m + n * sizeof *ranges);
+    if (!m) return NULL;
+    *m = (mark){.part = p, .type = type, .time_ms = time_ms, .cause = cause, .flags = flags, .n_ranges = n, .text_len = text_len};
+    memcpy(m->ranges, ranges, n * sizeof *ranges);
+    if (text_len) {
+        m->text = enif_alloc(text_len);
+        if (!m->text) {
+            enif_free(m);
+            return NULL;
+        }
+        memcpy(m->text, text, text_len);
+    }
+    return m;
+}
+
+/* ------------------------------------------------------------------ writing */
+/* One range record of as many leading ranges as fit. Returns how many; 0 = could not be queued. */
+static size_t write_range_record(engine *e, part *p, uint8_t type, const kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause,
+                                 uint8_t flags, const char *text, size_t text_len)
+{
+    kmq_marker_tlv tlv = {.text = text, .text_len = text_len, .instance = e->config.instance, .has_instance = true};
+    size_t used = 0;
+    int size = kmq_marker_encode(e->buffer, sizeof e->buffer, &p->topic->scope, (kmq_marker_type)type, ranges, n, time_ms, cause, flags,
+                                 &tlv, &used);
+    if (size <= 0 || !used) return 0;
+    mark *m = new_mark(p, type, ranges, used, time_ms, cause, flags, text, text_len);
+    if (!m) return 0;
+    uint8_t key[KMQ_MARKER_KEY_BYTES];
+    kmq_marker_encode_key(key, p->partition, -1);
+    m->left = 1;
+    if (kafka_producer_send(e->producer, p->topic->marker, p->partition, key, sizeof key, e->buffer, (size_t)size, NULL, 0, 0, m,
+                            NULL)) {
+        enif_free(m->text);
+        enif_free(m);
+        return 0;
+    }
+    link_mark(e, m);
+    return used;
+}
+
+static size_t kmq_headers(const engine *e, uint8_t type, uint8_t cause, uint8_t *flags_digit, uint8_t flags, const char *text,
+                          size_t text_len, kafka_header out[4])
+{
+    size_t n = 0;
+    if (type == KMQ_MARKER_END) return 0; /* END carries nothing: a Java peer reads its key alone */
+    out[n++] = (kafka_header){"kmq-group", e->config.group_id, strlen(e->config.group_id)};
+    if (type == KMQ_MARKER_RETRY) {
+        const char *name = kmq_retry_cause_name(cause);
+        *flags_digit = (uint8_t)('0' + (flags & 7));
+        out[n++] = (kafka_header){"kmq-cause", name, strlen(name)};
+        out[n++] = (kafka_header){"kmq-flags", flags_digit, 1};
+        if (text_len) out[n++] = (kafka_header){"kmq-error", text, text_len};
+    }
+    return n;
+}
+
+/* kmq format: a record per offset, one mark for up to KMQ_BATCH of them. Returns the offsets written, from the front. */
+static int64_t write_kmq_records(engine *e, part *p, uint8_t type, kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause,
+                                 uint8_t flags, const char *text, size_t text_len)
+{
+    mark *m = new_mark(p, type, ranges, n, time_ms, cause, flags, text, text_len);
+    if (!m) return 0;
+    uint8_t key[KMQ_MARKER_KEY_BYTES], value[9], digit;
+    size_t value_len = type == KMQ_MARKER_END ? 1 : 9;
+    if (type == KMQ_MARKER_END) kmq_marker_encode_kmq_end(value);
+    else kmq_marker_encode_kmq_start(value, time_ms);
+    kafka_header headers[4];
+    size_t n_headers = kmq_headers(e, type, cause, &digit, flags, text, text_len, headers);
+    int64_t written = 0;
+    size_t i = 0;
+    bool full = false;
+    for (; i < n && !full && written < KMQ_BATCH; i++) {
+        int64_t o = ranges[i].lo;
+        for (; o < ranges[i].hi && written < KMQ_BATCH; o++) {
+            kmq_marker_encode_key(key, p->partition, o);
+            if (kafka_producer_send(e->producer, p->topic->marker, p->partition, key, sizeof key, value, value_len, headers, n_headers,
+                                    0, m, NULL)) {
+                full = true;
+                break;
+            }
+            written++;
+        }
+        m->ranges[i].hi = o;
+        if (o < ranges[i].hi) {
+            i += o > ranges[i].lo;
+            break;
+        }
+    }
+    if (!written) {
+        enif_free(m->text);
+        enif_free(m);
+        return 0;
+    }
+    m->n_ranges = i;
+    m->left = (uint32_t)written;
+    link_mark(e, m);
+    return written;
+}
+
+/* Writes all of it, or as much as the producer's queue takes; the rest waits again. true = all written. */
+static bool write_marks(engine *e, part *p, uint8_t type, kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause, uint8_t flags,
+                        const char *text, size_t text_len, int64_t now)
+{
+    while (n && e->producer && !e->producer_broken) {
+        size_t used = 0;
+        if (e->config.format == FORMAT_RANGE) {
+            used = write_range_record(e, p, type, ranges, n, time_ms, cause, flags, text, text_len);
+            if (!used) break;
+        } else {
+            int64_t written = write_kmq_records(e, p, type, ranges, n, time_ms, cause, flags, text, text_len);
+            if (!written) break;
+            while (used < n && written >= ranges[used].hi - ranges[used].lo) written -= ranges[used].hi - ranges[used].lo, used++;
+            if (used < n) ranges[used].lo += written;
+        }
+        ranges += used;
+        n -= used;
+    }
+    give_back(e, p, type, cause, flags, time_ms, text, text_len, ranges, n, now);
+    return !n;
+}
+
+/* ------------------------------------------------------------------ what the engine asks for */
+void marks_start(engine *e, part *p, int64_t now)
+{
+    if (now < p->start_pause_until) return;
+    int64_t lease = e->config.format == FORMAT_RANGE ? e->config.lease_ms : e->config.max_processing_ms;
+    for (;;) {
+        size_t n = 0;
+        enif_mutex_lock(p->lock);
+        int rc = kmq_ledger_take_start(&p->ledger, e->ranges, sizeof e->ranges / sizeof *e->ranges, KMQ_BATCH * 4, &n);
+        enif_mutex_unlock(p->lock);
+        if (rc || !n || !write_marks(e, p, KMQ_MARKER_START, e->ranges, n, lease, 0, 0, NULL, 0, now)) return;
+    }
+}
+
+static bool flush_ends(engine *e, part *p, int64_t now)
+{
+    for (uint8_t cause = 0; cause < KMQ_END_CAUSES; cause++) {
+        for (;;) {
+            size_t n = 0;
+            enif_mutex_lock(p->lock);
+            int rc = kmq_ledger_take_end(&p->ledger, (kmq_end_cause)cause, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
+            enif_mutex_unlock(p->lock);
+            if (rc || !n) break;
+            atomic_fetch_sub(&e->pending, count_offsets(e->ranges, n));
+            (void)KMQ_FAILPOINT("ack_end");
+            if (!write_marks(e, p, KMQ_MARKER_END, e->ranges, n, 0, cause, 0, NULL, 0, now)) return false;
+        }
+    }
+    return true;
+}
+
+static bool flush_retries(engine *e, part *p, int64_t now)
+{
+    enif_mutex_lock(p->lock);
+    retry *list = p->retries;
+    p->retries = NULL;
+    p->retries_tail = &p->retries;
+    enif_mutex_unlock(p->lock);
+    bool all = true;
+    while (list) {
+        retry *r = list;
+        list = r->next;
+        atomic_fetch_sub(&e->pending, r->range.hi - r->range.lo);
+        kmq_range range = r->range;
+        all = write_marks(e, p, KMQ_MARKER_RETRY, &range, 1, r->delay_ms, r->cause, r->flags, r->text, r->text_len, now) && all;
+        enif_free(r);
+    }
+    return all;
+}
+
+void marks_flush(engine *e, int64_t now)
+{
+    e->flush_due = INT64_MAX;
+    for (int32_t i = 0; i < e->n_slots; i++) {
+        part *p = e->slots[i];
+        if (!p) continue;
+        enif_mutex_lock(p->lock);
+        bool wants = p->retries || kmq_ledger_ends(&p->ledger);
+        enif_mutex_unlock(p->lock);
+        if (wants && !(flush_ends(e, p, now) && flush_retries(e, p, now))) return;
+    }
+}
+
+void marks_renew(engine *e, int64_t now)
+{
+    e->renew_due = now + e->config.lease_ms / 3;
+    if (e->config.format != FORMAT_RANGE || !e->config.markers) return;
+    for (int32_t i = 0; i < e->n_slots; i++) {
+        part *p = e->slots[i];
+        int64_t cursor = INT64_MIN;
+        while (p) {
+            size_t n = 0;
+            enif_mutex_lock(p->lock);
+            int rc = kmq_ledger_held(&p->ledger, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
+            enif_mutex_unlock(p->lock);
+            if (rc || !n) break;
+            if (!write_marks(e, p, KMQ_MARKER_EXTEND, e->ranges, n, e->config.lease_ms, 0, 0, NULL, 0, now)) {
+                e->renew_due = now + START_PAUSE_MS; /* the queue is full: soon again, long before the lease ends */
+                return;
+            }
+        }
+    }
+}
+
+/* In kmq format START carries the time limit itself, the tracker acts when it passes: here the ack only becomes a late one. */
+void marks_timeouts(engine *e, int64_t now)
+{
+    for (int32_t i = 0; i < e->n_slots; i++) {
+        part *p = e->slots[i];
+        while (p) {
+            size_t n = 0;
+            enif_mutex_lock(p->lock);
+            int rc = kmq_ledger_take_timeouts(&p->ledger, now, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
+            enif_mutex_unlock(p->lock);
+            if (rc || !n) break;
+            if (e->config.format == FORMAT_RANGE)
+                write_marks(e, p, KMQ_MARKER_RETRY, e->ranges, n, 0, KMQ_RETRY_TIMEOUT, KMQ_FLAG_COUNTS, NULL, 0, now);
+        }
+    }
+}
+
+void marks_release(engine *e, part *p, bool open)
+{
+    int64_t cursor = INT64_MIN, now = engine_now();
+    for (;;) {
+        size_t n = 0;
+        enif_mutex_lock(p->lock);
+        int rc = open ? kmq_ledger_held(&p->ledger, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n)
+                      : kmq_ledger_covered_waiting(&p->ledger, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
+        enif_mutex_unlock(p->lock);
+        if (rc || !n) return;
+        write_marks(e, p, KMQ_MARKER_RETRY, e->ranges, n, 0, KMQ_RETRY_RELEASED, 0, NULL, 0, now);
+    }
+}
+
+/* ------------------------------------------------------------------ reports */
+static void note_start_error(engine *e, const mark *m, const kafka_report *r, int64_t now)
+{
+    if (m->type != KMQ_MARKER_START || e->start_error[0] || (e->start_error_at && now - e->start_error_at < 5000)) return;
+    snprintf(e->start_error, sizeof e->start_error, "%s-%d: %s", m->part->topic->marker_name, (int)m->part->partition,
+             r->error_name ? r->error_name : "failed");
+    e->start_error_at = now;
+}
+
+void marks_reports(engine *e, int64_t now)
+{
+    kafka_report reports[REPORTS];
+    size_t n;
+    if (!e->producer) return;
+    do {
+        n = kafka_producer_reports(e->producer, reports, REPORTS);
+        for (size_t i = 0; i < n; i++) {
+            mark *m = reports[i].opaque;
+            bool failed = reports[i].error != 0;
+            if (m->type == KMQ_MARKER_START) {
+                if (KMQ_FAILPOINT("start_report")) failed = true;
+                if (failed) note_start_error(e, m, &reports[i], now);
+            }
+            if (failed) m->failed = true;
+            if (--m->left == 0) finish(e, m, now);
+        }
+    } while (n == REPORTS);
+    if (kafka_producer_fatal(e->producer, NULL)) e->producer_broken = true;
+}
+
+void marks_fail_all(engine *e, int64_t now)
+{
+    while (e->oldest) {
+        e->oldest->failed = true;
+        finish(e, e->oldest, now);
+    }
+}
+
+bool marks_settled(const engine *e)
+{
+    return !e->ends_in_flight && atomic_load(&((engine *)(uintptr_t)e)->pending) == 0;
+}

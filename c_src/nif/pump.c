@@ -1,0 +1,263 @@
+/* pump - from librdkafka's partition queues to the caller's list: fetch, START, hand out. */
+#include "engine.h"
+
+#include <string.h>
+#include "atoms.h"
+#include "term.h"
+#include "../kafka/failpoint.h"
+
+enum {
+    POP = 256,            /* records popped and freed together */
+    QUANTUM = 1024,       /* of one partition in a row: a START of 1,000 costs what one of 10 costs */
+    HAND_OUT = 64,        /* messages between two looks at the clock */
+    SLICE_US = 700,       /* a normal scheduler is not held longer than about this */
+    MAX_HEADERS = 1024    /* looked at without allocation; more are allocated */
+};
+
+static bool slice_over(ErlNifTime start) { return enif_monotonic_time(ERL_NIF_USEC) - start > SLICE_US; }
+
+/* ------------------------------------------------------------------ kmq's own headers */
+static bool header_is(const kafka_header *h, const char *name) { return strcmp(h->name, name) == 0; }
+
+static int32_t parse_count(const kafka_header *h)
+{
+    int64_t n = 0;
+    const char *text = h->value;
+    if (!text || !h->value_len || h->value_len > 10) return 0;
+    for (size_t i = 0; i < h->value_len; i++) {
+        if (text[i] < '0' || text[i] > '9') return 0;
+        n = n * 10 + (text[i] - '0');
+    }
+    return n < INT32_MAX ? (int32_t)n : INT32_MAX - 1;
+}
+
+/* false = a copy made for another group: not for us. The first header of a name counts. */
+static bool read_headers(const engine *e, const kafka_header *headers, size_t n, store_kmq *kmq)
+{
+    bool ours = true, group = false, count = false, deliveries = false;
+    for (size_t i = 0; i < n; i++) {
+        const kafka_header *h = &headers[i];
+        if (!count && header_is(h, e->config.count_header)) {
+            int32_t failures = kmq_count_decode(h->value ? h->value : "", h->value ? h->value_len : 0);
+            kmq->attempt = failures < INT32_MAX ? failures + 1 : INT32_MAX;
+            count = true;
+        } else if (strncmp(h->name, "kmq-", 4) != 0) {
+            continue;
+        } else if (!group && header_is(h, "kmq-group")) {
+            ours = h->value && h->value_len == strlen(e->config.group_id) && !memcmp(h->value, e->config.group_id, h->value_len);
+            group = true;
+        } else if (!deliveries && header_is(h, "kmq-deliveries")) {
+            kmq->deliveries = parse_count(h) + 1;
+            deliveries = true;
+        } else if (kmq->id_header < 0 && header_is(h, "kmq-origin")) {
+            kmq->id_header = (int32_t)i;
+        }
+    }
+    return ours;
+}
+
+/* ------------------------------------------------------------------ fetch */
+static void note_error(engine *e, part *p, const kafka_record *record)
+{
+    if (record->error == KAFKA_RECORD_OUT_OF_RANGE) {
+        p->broken = true;
+        engine_notify_owner(e, 0);
+    }
+    /* others (a leader moving, EOF) are librdkafka's to retry; the control queue reports what matters */
+}
+
+/* A message is kept, or the offset is skipped: either way the position moves. false = no memory: nothing moved. */
+static bool keep(engine *e, part *p, const kafka_record *record)
+{
+    kafka_header small[16], *headers = small;
+    size_t n = kafka_record_headers(record, small, sizeof small / sizeof *small);
+    if (n > sizeof small / sizeof *small) {
+        headers = enif_alloc(n * sizeof *headers);
+        if (!headers) return false;
+        n = kafka_record_headers(record, headers, n);
+    }
+    store_kmq kmq = {.attempt = 1, .deliveries = 1, .id_header = -1};
+    bool ours = !n || read_headers(e, headers, n, &kmq);
+    bool ok = !ours || store_push(&p->store, record, headers, n, &kmq);
+    if (headers != small) enif_free(headers);
+    if (!ok) return false;
+    size_t accepted = 0;
+    enif_mutex_lock(p->lock);
+    int rc = ours ? kmq_ledger_fetch(&p->ledger, &record->offset, 1, &accepted) : kmq_ledger_skip(&p->ledger, record->offset);
+    enif_mutex_unlock(p->lock);
+    if (ours && rc == KMQ_OK) atomic_fetch_add(&e->waiting, 1);
+    if (!ours) p->foreign_copies++;
+    p->position = record->offset + 1;
+    return true;
+}
+
+/* The common case, many plain messages: one call into the ledger for all of them. */
+static size_t keep_plain(engine *e, part *p, const kafka_record *records, size_t n)
+{
+    int64_t offsets[POP];
+    static const store_kmq fresh = {.attempt = 1, .deliveries = 1, .id_header = -1};
+    size_t count = 0;
+    for (; count < n; count++) {
+        const kafka_record *r = &records[count];
+        kafka_header one;
+        if (r->error || r->offset < p->position + (int64_t)(count ? offsets[count - 1] + 1 - p->position : 0) ||
+            kafka_record_headers(r, &one, 1) || !store_push(&p->store, r, NULL, 0, &fresh))
+            break;
+        offsets[count] = r->offset;
+    }
+    if (!count) return 0;
+    size_t accepted = 0;
+    enif_mutex_lock(p->lock);
+    kmq_ledger_fetch(&p->ledger, offsets, count, &accepted);
+    enif_mutex_unlock(p->lock);
+    atomic_fetch_add(&e->waiting, (int64_t)count);
+    p->position = offsets[count - 1] + 1;
+    return count;
+}
+
+static size_t fetch_some(engine *e, part *p, size_t max)
+{
+    kafka_record records[POP];
+    size_t n = kafka_queue_pop(p->queue, records, max < POP ? max : POP), i = 0, kept = 0;
+    while (i < n) {
+        size_t plain = keep_plain(e, p, records + i, n - i);
+        i += plain;
+        kept += plain;
+        if (i == n) break;
+        const kafka_record *r = &records[i++];
+        if (r->error) note_error(e, p, r);
+        else if (r->offset >= p->position && !p->broken) {
+            if (keep(e, p, r)) kept++;
+            else p->broken = true; /* no memory: begins again at its position */
+        }
+    }
+    kafka_records_free(records, n);
+    if (n < (max < POP ? max : POP)) p->hot = false;
+    return kept;
+}
+
+static size_t stored_bytes(const engine *e)
+{
+    size_t bytes = 0;
+    for (size_t i = 0; i < e->n_active; i++) bytes += e->active[i]->store.bytes;
+    return bytes;
+}
+
+static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
+{
+    if (atomic_exchange(&e->records_woken, false))
+        for (size_t i = 0; i < e->n_active; i++) e->active[i]->hot = true;
+    int64_t room = e->config.start_ahead + want - atomic_load(&e->waiting);
+    size_t idle = 0, bytes = stored_bytes(e);
+    uint64_t foreign = 0;
+    while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start)) {
+        part *p = e->active[e->cursor % e->n_active];
+        e->cursor = (e->cursor + 1) % e->n_active;
+        size_t got = 0, before = p->store.bytes;
+        uint64_t skipped = p->foreign_copies;
+        while (p->hot && !p->broken && got < QUANTUM && (int64_t)got < room && (int64_t)bytes < e->config.store_bytes) {
+            size_t left = (size_t)(room - (int64_t)got);
+            got += fetch_some(e, p, left < QUANTUM - got ? left : QUANTUM - got);
+            if (slice_over(start)) break;
+        }
+        bytes += p->store.bytes - before;
+        foreign += p->foreign_copies - skipped;
+        room -= (int64_t)got;
+        idle = got ? 0 : idle + 1;
+    }
+    if (foreign) engine_want_commit(e, now); /* what is skipped moves the floor, too */
+    if (e->config.markers)
+        for (size_t i = 0; i < e->n_active; i++) marks_start(e, e->active[i], now);
+}
+
+static bool may_fetch(const engine *e)
+{
+    return e->state == ENGINE_OPEN && e->rebalance == REB_NONE && !e->draining && e->n_active;
+}
+
+void pump(engine *e, int64_t want, int64_t now)
+{
+    marks_reports(e, now);
+    if (may_fetch(e)) fetch(e, want, now, enif_monotonic_time(ERL_NIF_USEC));
+}
+
+/* ------------------------------------------------------------------ hand out */
+/* The gate of a new assignment: asks once for the commit that covers the first window. */
+static void ask_gate(engine *e, part *p, int64_t window, int64_t now)
+{
+    if (p->gate_offset >= 0) return;
+    enif_mutex_lock(p->lock);
+    p->gate_offset = kmq_ledger_waiting_offset(&p->ledger, window);
+    enif_mutex_unlock(p->lock);
+    e->commit_due = now;
+}
+
+static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, int64_t now, ErlNifTime start, bool *cut, ERL_NIF_TERM *list)
+{
+    int64_t got = 0;
+    size_t bytes = 0;
+    ERL_NIF_TERM terms[HAND_OUT];
+    *cut = false;
+    while (got < max) {
+        enif_mutex_lock(p->lock);
+        int64_t ready = kmq_ledger_ready(&p->ledger), free_slots = e->config.max_in_flight - kmq_ledger_open(&p->ledger);
+        p->full = ready > 0 && free_slots <= 0;
+        int64_t n = ready < max - got ? ready : max - got;
+        if (n > free_slots) n = free_slots;
+        if (n > HAND_OUT) n = HAND_OUT;
+        if (n > 0 && p->gated) {
+            enif_mutex_unlock(p->lock);
+            ask_gate(e, p, ready < max ? ready : max, now);
+            return got;
+        }
+        if (n > 0 && kmq_ledger_hand_out(&p->ledger, n, now)) n = 0;
+        enif_mutex_unlock(p->lock);
+        if (n <= 0) break;
+        for (int64_t i = 0; i < n; i++) terms[i] = store_take(&p->store, env, &bytes);
+        for (int64_t i = 0; i < n; i++) *list = enif_make_list_cell(env, terms[i], *list);
+        got += n;
+        if (slice_over(start)) {
+            *cut = true;
+            break;
+        }
+    }
+    p->handed_out += (uint64_t)got;
+    atomic_fetch_sub(&e->waiting, got);
+    return got;
+}
+
+static ERL_NIF_TERM hand_out(engine *e, ErlNifEnv *env, int64_t max, int64_t now, ErlNifTime start, bool *cut)
+{
+    ERL_NIF_TERM batches = enif_make_list(env, 0);
+    int64_t got = 0;
+    *cut = false;
+    for (size_t i = 0; i < e->n_active && got < max && !*cut; i++) {
+        part *p = e->active[(e->cursor + i) % e->n_active];
+        if (!p->store.count) continue;
+        ERL_NIF_TERM list = enif_make_list(env, 0);
+        int64_t n = hand_out_some(e, p, env, max - got, now, start, cut, &list);
+        if (!n) continue;
+        enif_make_reverse_list(env, list, &list);
+        got += n;
+        ERL_NIF_TERM batch = enif_make_tuple4(env, enif_make_int(env, p->slot), term_text(env, p->topic->name),
+                                              enif_make_int(env, p->partition), list);
+        batches = enif_make_list_cell(env, batch, batches);
+    }
+    if (got) engine_want_commit(e, now);
+    if (e->commit_due <= now) engine_send_commit(e, now);
+    return batches;
+}
+
+ERL_NIF_TERM pump_take(engine *e, ErlNifEnv *env, int64_t max, int64_t now, bool *more)
+{
+    ErlNifTime start = enif_monotonic_time(ERL_NIF_USEC);
+    *more = false;
+    marks_reports(e, now);
+    if (!may_fetch(e) || max <= 0) return enif_make_list(env, 0);
+    fetch(e, max, now, start);
+    bool cut;
+    ERL_NIF_TERM batches = hand_out(e, env, max, now, start, &cut);
+    *more = cut || slice_over(start);
+    if (!*more) fetch(e, 0, now, start); /* what was handed out made room: its successors are STARTed meanwhile */
+    return batches;
+}

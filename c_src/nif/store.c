@@ -1,0 +1,179 @@
+#include "store.h"
+
+#include <string.h>
+#include "atoms.h"
+#include "term.h"
+
+struct store_block {
+    store_block *next;
+    size_t read, write, size;
+    _Alignas(16) unsigned char bytes[];
+};
+
+enum { NO_LENGTH = -1 };
+
+typedef struct store_entry {
+    int64_t offset, timestamp_ms;
+    ErlNifBinary large; /* the value, when it is large: owned until the entry is taken */
+    int32_t key_len, value_len; /* NO_LENGTH = null */
+    uint32_t headers_len, n_headers;
+    store_kmq kmq;
+    uint32_t size; /* of the whole entry, rounded up */
+    bool is_large;
+} store_entry;
+
+typedef struct packed_header {
+    uint32_t name_len;
+    int32_t value_len;
+} packed_header;
+
+void store_init(store *s) { *s = (struct store){0}; }
+
+static store_entry *first_entry(const store *s)
+{
+    return (store_entry *)(void *)(s->first->bytes + s->first->read);
+}
+
+static void drop_entry(store *s, store_entry *entry)
+{
+    store_block *block = s->first;
+    block->read += entry->size;
+    s->count--;
+    if (block->read < block->write) return;
+    s->first = block->next;
+    if (!s->first) s->last = NULL;
+    enif_free(block);
+}
+
+void store_free(store *s)
+{
+    while (s->count) {
+        store_entry *entry = first_entry(s);
+        if (entry->is_large) enif_release_binary(&entry->large);
+        drop_entry(s, entry);
+    }
+    store_init(s);
+}
+
+static unsigned char *reserve(store *s, size_t size)
+{
+    store_block *block = s->last;
+    if (!block || block->size - block->write < size) {
+        size_t room = size > STORE_BLOCK ? size : STORE_BLOCK;
+        block = enif_alloc(sizeof *block + room);
+        if (!block) return NULL;
+        block->next = NULL;
+        block->read = block->write = 0;
+        block->size = room;
+        if (s->last) s->last->next = block;
+        else s->first = block;
+        s->last = block;
+    }
+    unsigned char *at = block->bytes + block->write;
+    block->write += size;
+    return at;
+}
+
+static unsigned char *append(unsigned char *at, const void *bytes, size_t size)
+{
+    if (size) memcpy(at, bytes, size);
+    return at + size;
+}
+
+bool store_push(store *s, const kafka_record *record, const kafka_header *headers, size_t n_headers, const store_kmq *kmq)
+{
+    size_t headers_len = 0;
+    for (size_t i = 0; i < n_headers; i++)
+        headers_len += sizeof(packed_header) + strlen(headers[i].name) + (headers[i].value ? headers[i].value_len : 0);
+    bool large = record->value && record->value_len >= STORE_LARGE;
+    size_t value_len = record->value && !large ? record->value_len : 0;
+    size_t key_len = record->key ? record->key_len : 0;
+    size_t size = sizeof(store_entry) + key_len + value_len + headers_len;
+    size = (size + 15) & ~(size_t)15;
+
+    ErlNifBinary bin = {0};
+    if (large) {
+        if (!enif_alloc_binary(record->value_len, &bin)) return false;
+        memcpy(bin.data, record->value, record->value_len);
+    }
+    unsigned char *at = reserve(s, size);
+    if (!at) {
+        if (large) enif_release_binary(&bin);
+        return false;
+    }
+    store_entry *entry = (store_entry *)(void *)at;
+    *entry = (store_entry){.offset = record->offset,
+                           .timestamp_ms = record->timestamp_ms,
+                           .large = bin,
+                           .key_len = record->key ? (int32_t)record->key_len : NO_LENGTH,
+                           .value_len = record->value ? (int32_t)record->value_len : NO_LENGTH,
+                           .headers_len = (uint32_t)headers_len,
+                           .n_headers = (uint32_t)n_headers,
+                           .kmq = *kmq,
+                           .size = (uint32_t)size,
+                           .is_large = large};
+    at += sizeof *entry;
+    at = append(at, record->key, key_len);
+    at = append(at, record->value, value_len);
+    for (size_t i = 0; i < n_headers; i++) {
+        packed_header packed = {.name_len = (uint32_t)strlen(headers[i].name),
+                                .value_len = headers[i].value ? (int32_t)headers[i].value_len : NO_LENGTH};
+        at = append(at, &packed, sizeof packed);
+        at = append(at, headers[i].name, packed.name_len);
+        if (headers[i].value) at = append(at, headers[i].value, headers[i].value_len);
+    }
+    s->count++;
+    s->bytes += key_len + record->value_len + headers_len;
+    return true;
+}
+
+int64_t store_first(const store *s) { return first_entry(s)->offset; }
+
+static ERL_NIF_TERM take_bytes(ErlNifEnv *env, const unsigned char **at, int32_t len)
+{
+    if (len == NO_LENGTH) return atoms.nil;
+    ERL_NIF_TERM term = term_binary(env, *at, (size_t)len);
+    *at += len;
+    return term;
+}
+
+static ERL_NIF_TERM take_headers(ErlNifEnv *env, const unsigned char *at, const store_entry *entry, ERL_NIF_TERM *id)
+{
+    enum { ON_STACK = 32 };
+    ERL_NIF_TERM small[ON_STACK] = {0}, *items = small;
+    if (entry->n_headers > ON_STACK) items = enif_alloc(entry->n_headers * sizeof *items);
+    if (!items) return enif_make_list(env, 0);
+    for (uint32_t i = 0; i < entry->n_headers; i++) {
+        packed_header packed;
+        memcpy(&packed, at, sizeof packed);
+        at += sizeof packed;
+        ERL_NIF_TERM name = take_bytes(env, &at, (int32_t)packed.name_len);
+        ERL_NIF_TERM value = take_bytes(env, &at, packed.value_len);
+        if ((int32_t)i == entry->kmq.id_header) *id = value;
+        items[i] = enif_make_tuple2(env, name, value);
+    }
+    ERL_NIF_TERM list = enif_make_list_from_array(env, items, entry->n_headers);
+    if (items != small) enif_free(items);
+    return list;
+}
+
+ERL_NIF_TERM store_take(store *s, ErlNifEnv *env, size_t *bytes)
+{
+    store_entry *entry = first_entry(s);
+    const unsigned char *at = (const unsigned char *)(entry + 1);
+    ERL_NIF_TERM key = take_bytes(env, &at, entry->key_len);
+    ERL_NIF_TERM value;
+    if (entry->is_large) value = enif_make_binary(env, &entry->large);
+    else value = take_bytes(env, &at, entry->value_len);
+    ERL_NIF_TERM id = atoms.nil;
+    ERL_NIF_TERM headers = entry->n_headers ? take_headers(env, at, entry, &id) : enif_make_list(env, 0);
+    ERL_NIF_TERM term = enif_make_tuple8(env, enif_make_int64(env, entry->offset), enif_make_int64(env, entry->timestamp_ms),
+                                         key, value, headers, enif_make_int(env, entry->kmq.attempt),
+                                         enif_make_int(env, entry->kmq.deliveries), id);
+    size_t size = (entry->key_len > 0 ? (size_t)entry->key_len : 0) + (entry->value_len > 0 ? (size_t)entry->value_len : 0) +
+                  entry->headers_len;
+    s->bytes -= size;
+    *bytes += size;
+    drop_entry(s, entry);
+    return term;
+}

@@ -1,0 +1,46 @@
+/* store - the messages of one partition that are fetched and not handed out, as bytes of our own, in offset order.
+ *
+ *      first block                last block
+ *     +-----------------------+  +---------------------+
+ *     | entry bytes | entry.. |->| entry bytes |   free|      entry = store_entry + key + value + packed headers
+ *     +----^------------------+  +-------------^-------+
+ *          read                                write
+ *
+ * librdkafka's own message must not outlive the call that popped it (a held one pins megabytes and blocks destroy), and
+ * at that moment no process has asked for it yet; so the bytes are copied here once, and once more into the binary of whoever
+ * takes it. Values from STORE_LARGE on go straight into the binary that is handed out: one copy.
+ *
+ * Invariants: (1) count = entries between read and write; (2) only the last block is written; (3) a block is freed when its last
+ * entry is taken. Costs: push and take O(bytes). Thread rule: the engine's lock. */
+#ifndef KMQ_STORE_H
+#define KMQ_STORE_H
+
+#include <erl_nif.h>
+#include "kafka.h"
+
+enum { STORE_BLOCK = 64 * 1024, STORE_LARGE = 8 * 1024 };
+
+typedef struct store_block store_block;
+typedef struct store {
+    store_block *first, *last;
+    size_t count;
+    size_t bytes; /* of keys, values and headers, for the engine's bound */
+} store;
+
+/* What kmq's own headers say about a message. */
+typedef struct store_kmq {
+    int32_t attempt;    /* failures so far + 1 */
+    int32_t deliveries; /* hand-outs so far + 1 */
+    int32_t id_header;  /* index of kmq-origin in headers, -1 = none */
+} store_kmq;
+
+void store_init(store *store);
+void store_free(store *store);
+/* Copies the record and its headers. false = no memory, unchanged. */
+bool store_push(store *store, const kafka_record *record, const kafka_header *headers, size_t n_headers, const store_kmq *kmq);
+/* Offset of the first entry; only when count > 0. */
+int64_t store_first(const store *store);
+/* Takes the first entry out as the term {Offset, Ts, Key, Value, Headers, Attempt, Deliveries, Id | nil}. */
+ERL_NIF_TERM store_take(store *store, ErlNifEnv *env, size_t *bytes);
+
+#endif

@@ -1,0 +1,726 @@
+defmodule Kmq.Handle do
+  @moduledoc false
+  # The owner of one native consumer: member of the group, keeper of all that is handed out.
+  #
+  # A producer or a pull consumer borrows it. When the borrower dies, acks of what is in work still count and leases go on being
+  # renewed; the restarted borrower takes the same handle again, by its key. Nobody comes back within drain_timeout: it closes.
+  #
+  # Messages from the engine (all of them):
+  #
+  #   {:kmq, ref, {:due, ms}}   poll within ms          {:kmq, ref, :ready}   to the borrower (to us while there is none)
+  #
+  # Events of a poll: see event/2. What blocks (committed offsets, watermarks) runs in a process of its own, monitored, one at a
+  # time per purpose; an answer that comes too late is refused by the engine, by epoch or by slot.
+  use GenServer, restart: :temporary
+
+  require Logger
+  alias Kmq.{Error, Telemetry, Topics, Tracker}
+
+  @enforce_keys [:pid, :ref]
+  defstruct [:pid, :ref]
+
+  @type t :: %__MODULE__{pid: pid, ref: reference}
+  @type token :: {slot :: integer, offset :: integer}
+  @type batch :: {slot :: integer, topic :: binary, partition :: integer, [tuple]}
+  @type refusal :: {integer, integer, :late | :unknown | :closed | :enomem}
+
+  @admin_timeout 10_000
+  @retry_causes %{failed: {0, 1}, released: {2, 0}, snoozed: {3, 0}, rejected: {4, 3}}
+
+  # ---- for the borrower
+
+  @doc "The living handle of that key, or a new one. Topics are checked first; see `Kmq.Topics.prepare/1`."
+  @spec open(Kmq.Config.t(), term) :: {:ok, t} | {:error, Error.t()}
+  def open(config, key) do
+    case Registry.lookup(Kmq.Registry, {:handle, key}) do
+      [{pid, _}] -> borrow(pid, config, key)
+      [] -> start(config, key)
+    end
+  end
+
+  defp borrow(pid, config, key) do
+    case GenServer.call(pid, {:borrow, config}, 10_000) do
+      {:ok, ref} -> {:ok, %__MODULE__{pid: pid, ref: ref}}
+      :closing -> wait_and_open(pid, config, key)
+    end
+  catch
+    :exit, _ -> wait_and_open(pid, config, key)
+  end
+
+  # The last life of this key is on its way out, bounded by its own close.
+  defp wait_and_open(pid, config, key) do
+    monitor = Process.monitor(pid)
+
+    receive do
+      {:DOWN, ^monitor, _, _, _} -> start(config, key)
+    after
+      config.drain_timeout + 5_000 ->
+        Process.demonitor(monitor, [:flush])
+        {:error, Error.new(:timeout, "the handle of #{inspect(key)} does not close")}
+    end
+  end
+
+  defp start(config, key) do
+    with {:ok, _partitions} <- Topics.prepare(config) do
+      case DynamicSupervisor.start_child(Kmq.HandleSupervisor, {__MODULE__, {config, key, self()}}) do
+        {:ok, pid} -> borrow(pid, config, key)
+        {:error, {:already_started, pid}} -> borrow(pid, config, key)
+        {:error, %Error{} = error} -> {:error, error}
+        {:error, reason} -> {:error, Error.from_native(reason, "the consumer does not start")}
+      end
+    end
+  end
+
+  def start_link({_config, key, _borrower} = args) do
+    GenServer.start_link(__MODULE__, args, name: {:via, Registry, {Kmq.Registry, {:handle, key}}})
+  end
+
+  @doc "Wake-ups go to `pid`, which then calls `take/2` until it gives fewer than asked for."
+  @spec attach(t, pid) :: :ok | {:error, Error.t()}
+  def attach(%__MODULE__{pid: handle}, pid), do: call(handle, {:attach, pid}, 10_000)
+
+  @doc "At most `max` messages. Fewer: a `{:kmq, ref, :ready}` comes when there are more."
+  @spec take(t, non_neg_integer) :: [batch]
+  def take(%__MODULE__{ref: ref}, max) do
+    case :kmq_nif.consumer_take(ref, max) do
+      {batches, false} ->
+        batches
+
+      {batches, true} ->
+        send(self(), {:kmq, ref, :ready})
+        batches
+
+      {:error, _} ->
+        []
+    end
+  end
+
+  @doc "Settles what was handed out, from any process of any node."
+  @spec settle(t, :ack | :discard, [token]) :: :ok | {:error, [refusal]}
+  def settle(%__MODULE__{pid: pid} = handle, action, tokens) when node(pid) != node() do
+    remote(handle, {:settle, action, tokens}, tokens)
+  end
+
+  def settle(%__MODULE__{ref: ref}, action, tokens) do
+    refused(:kmq_nif.consumer_settle(ref, end_cause(action), tokens), tokens)
+  end
+
+  defp end_cause(:ack), do: 0
+  defp end_cause(:discard), do: 1
+
+  @doc "Asks for another delivery after a delay, or (`:rejected`) for the dead letter topic."
+  @spec retry(t, [{integer, integer, non_neg_integer}], atom, binary | nil) :: :ok | {:error, [refusal]}
+  def retry(handle, tokens, cause, text \\ nil)
+
+  def retry(%__MODULE__{pid: pid} = handle, tokens, cause, text) when node(pid) != node() do
+    remote(handle, {:retry, tokens, cause, text}, tokens)
+  end
+
+  def retry(%__MODULE__{ref: ref}, tokens, cause, text) do
+    {code, flags} = Map.fetch!(@retry_causes, cause)
+    refused(:kmq_nif.consumer_retry(ref, tokens, code, flags, clip(text)), tokens)
+  end
+
+  # The native side holds at most 512 bytes; cut between characters.
+  defp clip(nil), do: ""
+  defp clip(text) when byte_size(text) <= 512, do: text
+
+  defp clip(text) do
+    text |> binary_part(0, 512) |> trim_partial(3)
+  end
+
+  defp trim_partial(text, 0), do: text
+
+  defp trim_partial(text, n) do
+    if String.valid?(text), do: text, else: trim_partial(binary_part(text, 0, byte_size(text) - 1), n - 1)
+  end
+
+  defp refused(:ok, _tokens), do: :ok
+  defp refused({:error, list}, _tokens) when is_list(list), do: {:error, list}
+  defp refused({:error, :closed}, tokens), do: {:error, all_closed(tokens)}
+
+  defp all_closed(tokens), do: Enum.map(tokens, &{elem(&1, 0), elem(&1, 1), :closed})
+
+  defp remote(%__MODULE__{pid: pid}, request, tokens) do
+    GenServer.call(pid, request, 10_000)
+  catch
+    :exit, _ -> {:error, all_closed(tokens)}
+  end
+
+  @doc "Nothing more is handed out."
+  @spec drain(t) :: :ok
+  def drain(%__MODULE__{ref: ref}) do
+    _ = :kmq_nif.consumer_drain(ref)
+    :ok
+  end
+
+  @doc "Everything settled before this call is durable when it returns `:ok`."
+  @spec flush(t, timeout) :: :ok | {:error, Error.t()}
+  def flush(%__MODULE__{pid: pid}, timeout), do: call(pid, :flush, timeout)
+
+  @doc """
+  Leaves the group: what was not handed out is the group's again, what is still open goes back at no attempt, ENDs and
+  the last commit are acknowledged. After `timeout` ms it ends all the same, and says so.
+  """
+  @spec close(t, non_neg_integer) :: :ok | {:error, Error.t()}
+  def close(%__MODULE__{pid: pid}, timeout) do
+    case call(pid, {:close, timeout}, timeout + 3_000) do
+      {:error, %Error{reason: :closed}} -> :ok
+      other -> other
+    end
+  end
+
+  @doc "What it holds, by partition."
+  @spec info(t) :: map
+  def info(%__MODULE__{ref: ref}) do
+    case :kmq_nif.consumer_info(ref) do
+      {:ok, map} -> map
+      {:error, _} -> %{partitions: [], waiting: 0, ends: 0, in_flight: 0, epoch: 0}
+    end
+  end
+
+  defp call(pid, request, timeout) do
+    GenServer.call(pid, request, timeout)
+  catch
+    :exit, {:timeout, _} -> {:error, Error.new(:timeout, "not done in #{timeout} ms", retriable?: true)}
+    :exit, _ -> {:error, Error.new(:closed, "the consumer is closed")}
+  end
+
+  # ---- the process
+
+  @impl true
+  def init({config, key, borrower}) do
+    Process.flag(:trap_exit, true)
+
+    case :kmq_nif.consumer_open(config.consumer_props ++ version_props(), config.producer_props, engine_options(config)) do
+      {:ok, ref} ->
+        state = %{
+          ref: ref,
+          config: config,
+          key: key,
+          borrower: nil,
+          monitor: nil,
+          timer: nil,
+          timer_at: nil,
+          resolver: nil,
+          resets: %{},
+          flushers: [],
+          closers: [],
+          closing: false,
+          orphan_timer: nil,
+          noted: %{}
+        }
+
+        {:ok, watch(state, borrower), {:continue, :start}}
+
+      {:error, reason} ->
+        {:stop, Error.from_native(reason, "the consumer does not start")}
+    end
+  end
+
+  @impl true
+  def handle_continue(:start, state) do
+    if state.config.tracker == :embedded, do: send(self(), :tracker)
+
+    case :kmq_nif.consumer_subscribe(state.ref) do
+      :ok -> {:noreply, poll(state)}
+      {:error, reason} -> down(Error.from_native(reason, "subscribe"), state)
+    end
+  end
+
+  # Where the library knows it, a full local queue costs 10 ms and not a second.
+  defp version_props do
+    case :kmq_nif.version() do
+      {_, number} when number >= 0x02020000 -> [{"fetch.queue.backoff.ms", "10"}]
+      _ -> []
+    end
+  end
+
+  defp engine_options(config) do
+    max_poll = config.consumer_props |> Map.new() |> Map.get("max.poll.interval.ms", "300000") |> String.to_integer()
+
+    %{
+      group_id: config.group_id,
+      topics: Enum.map(config.topics, &{&1, config.marker_topics[&1]}),
+      format: config.marker_format,
+      delivery: config.delivery,
+      lease_ms: config.lease,
+      max_processing_ms: config.max_processing_time,
+      start_ahead: config.start_ahead,
+      max_in_flight: config.max_in_flight,
+      commit_interval_ms: config.commit_interval,
+      ack_flush_ms: config.ack_flush_interval,
+      revoke_wait_ms: min(config.drain_timeout, 10_000),
+      max_poll_ms: max_poll,
+      store_bytes: 32 * 1024 * 1024,
+      count_header: config.count_header,
+      instance: :rand.uniform(0x7FFF_FFFF_FFFF)
+    }
+  end
+
+  @impl true
+  def handle_call({:borrow, _config}, _from, %{closing: true} = state), do: {:reply, :closing, state}
+
+  def handle_call({:borrow, _config}, {pid, _}, state) do
+    {:reply, {:ok, state.ref}, watch(state, pid)}
+  end
+
+  def handle_call({:attach, pid}, _from, state) do
+    {:reply, :kmq_nif.consumer_attach(state.ref, pid), watch(state, pid)}
+  end
+
+  def handle_call({:settle, action, tokens}, _from, state) do
+    {:reply, settle(handle(state), action, tokens), state}
+  end
+
+  def handle_call({:retry, tokens, cause, text}, _from, state) do
+    {:reply, retry(handle(state), tokens, cause, text), state}
+  end
+
+  def handle_call(:flush, from, state) do
+    case :kmq_nif.consumer_flush(state.ref) do
+      :ok -> {:noreply, poll(%{state | flushers: [from | state.flushers]})}
+      {:error, reason} -> {:reply, {:error, Error.from_native(reason, "flush")}, state}
+    end
+  end
+
+  def handle_call({:close, timeout}, from, state) do
+    {:noreply, close_begin(%{state | closers: [from | state.closers]}, timeout)}
+  end
+
+  def handle_call(:test_fatal, _from, state) do
+    {:reply, :kmq_nif.consumer_test_fatal(state.ref), poll(state)}
+  end
+
+  @impl true
+  def handle_info({:kmq, ref, {:due, 0}}, %{ref: ref} = state), do: {:noreply, poll(state)}
+  def handle_info({:kmq, ref, {:due, ms}}, %{ref: ref} = state), do: {:noreply, schedule(state, ms)}
+  def handle_info({:kmq, ref, :ready}, %{ref: ref} = state), do: {:noreply, poll(state)}
+
+  def handle_info({:timeout, timer, :poll}, %{timer: timer} = state) do
+    {:noreply, poll(%{state | timer: nil, timer_at: nil})}
+  end
+
+  def handle_info({:timeout, timer, :orphan}, %{orphan_timer: timer} = state) do
+    Logger.info("kmq: #{name(state)}: nobody took it again, it closes")
+    {:noreply, close_begin(state, state.config.drain_timeout)}
+  end
+
+  def handle_info({:timeout, _timer, :kill}, state) do
+    _ = :kmq_nif.consumer_kill(state.ref)
+    closed(:timeout, state)
+  end
+
+  def handle_info({:timeout, _old, _what}, state), do: {:noreply, state}
+
+  def handle_info({:closed, how}, state), do: closed(how, state)
+
+  def handle_info({:down, error}, state), do: down(error, state)
+
+  def handle_info(:tracker, state) do
+    case Tracker.acquire(state.config, self()) do
+      {:ok, _pid} ->
+        :ok
+
+      {:error, error} ->
+        Logger.error("kmq: #{name(state)}: no tracker: #{Exception.message(error)}; tried again in 5 s")
+        Process.send_after(self(), :tracker, 5_000)
+    end
+
+    {:noreply, state}
+  end
+
+  def handle_info({:DOWN, monitor, :process, _pid, reason}, %{monitor: monitor} = state) do
+    {:noreply, orphaned(%{state | monitor: nil, borrower: nil}, reason)}
+  end
+
+  def handle_info({:DOWN, monitor, :process, _pid, reason}, %{resolver: {_, monitor, epoch, partitions}} = state) do
+    case reason do
+      {:resolved, positions} ->
+        {:noreply, assign(%{state | resolver: nil}, epoch, positions)}
+
+      _crash ->
+        {:noreply, resolve(%{state | resolver: nil}, epoch, partitions, 1_000)}
+    end
+  end
+
+  def handle_info({:DOWN, monitor, :process, _pid, reason}, state) do
+    case Map.pop(state.resets, monitor) do
+      {nil, _} -> {:noreply, state}
+      {reset, resets} -> {:noreply, reset(%{state | resets: resets}, reset, reason)}
+    end
+  end
+
+  def handle_info({:EXIT, _pid, _reason}, state), do: {:noreply, state}
+
+  def handle_info(message, state) do
+    Logger.debug("kmq: #{name(state)}: unexpected message #{inspect(message)}")
+    {:noreply, state}
+  end
+
+  # The supervisor, and with it the application, stops: bounded, and as orderly as the time allows.
+  @impl true
+  def terminate(_reason, state) do
+    stop_resolvers(state)
+    _ = :kmq_nif.consumer_close(state.ref, 3_000)
+    last_polls(state.ref, System.monotonic_time(:millisecond) + 4_000)
+    _ = :kmq_nif.consumer_kill(state.ref)
+    :ok
+  end
+
+  defp last_polls(ref, deadline) do
+    with {events, _next} <- :kmq_nif.consumer_poll(ref),
+         false <- Enum.any?(events, &match?({:closed, _}, &1)),
+         true <- System.monotonic_time(:millisecond) < deadline do
+      receive do
+        {:kmq, ^ref, {:due, 0}} -> :ok
+      after
+        10 -> :ok
+      end
+
+      last_polls(ref, deadline)
+    end
+  end
+
+  # ---- polling
+
+  defp handle(state), do: %__MODULE__{pid: self(), ref: state.ref}
+
+  defp poll(state) do
+    case :kmq_nif.consumer_poll(state.ref) do
+      {events, next} -> events |> Enum.reduce(state, &event/2) |> schedule(next)
+      {:error, _closed} -> state
+    end
+  end
+
+  defp schedule(state, ms) do
+    at = System.monotonic_time(:millisecond) + ms
+
+    if state.timer && state.timer_at <= at do
+      state
+    else
+      state.timer && :erlang.cancel_timer(state.timer)
+      %{state | timer: :erlang.start_timer(ms, self(), :poll), timer_at: at}
+    end
+  end
+
+  defp event({:assign, epoch, partitions}, state), do: resolve(state, epoch, partitions, 0)
+
+  defp event({:revoked, _epoch, partitions, lost}, state) do
+    state = stop_resolvers(state)
+
+    if partitions != [] do
+      Logger.info("kmq: #{name(state)}: #{if lost, do: "lost", else: "gave back"} #{describe(partitions)}")
+      telemetry([:assignments_revoked, :stop], %{duration: 0, monotonic_time: System.monotonic_time()}, state, %{partitions: partitions})
+    end
+
+    state
+  end
+
+  defp event({:out_of_range, slot, topic, partition, position}, state) do
+    if Enum.any?(state.resets, fn {_, {s, _, _, _}} -> s == slot end) do
+      state
+    else
+      look = fn -> find_position(state.config, topic, partition, position) end
+      %{state | resets: Map.put(state.resets, run(look, 0), {slot, topic, partition, position})}
+    end
+  end
+
+  defp event({:rebuild, error}, state) do
+    error = Error.from_native(error, "the marker producer")
+    Logger.error("kmq: #{name(state)}: #{error.message}; it is replaced, nothing is handed out meanwhile")
+    telemetry([:error], %{count: 1}, state, %{error: error})
+    _ = :kmq_nif.consumer_rebuild(state.ref)
+    state
+  end
+
+  defp event({:start_failed, what}, state) do
+    note(state, {:start_failed, what}, fn ->
+      error = Error.new(:kafka, "markers are not written to #{what}: nothing is handed out, they are written again", retriable?: true)
+      Logger.error("kmq: #{name(state)}: #{error.message}")
+      telemetry([:error], %{count: 1}, state, %{error: error})
+    end)
+  end
+
+  defp event({:commit_failed, error}, state) do
+    note(state, {:commit_failed, elem(error, 0)}, fn ->
+      error = Error.from_native(error, "commit")
+      Logger.warning("kmq: #{name(state)}: #{error.message}")
+      telemetry([:error], %{count: 1}, state, %{error: error})
+    end)
+  end
+
+  defp event({:error, native}, state) do
+    error = Error.from_native(native)
+
+    if error.fatal? do
+      send(self(), {:down, error})
+      state
+    else
+      note(state, {:error, error.name}, fn ->
+        Logger.warning("kmq: #{name(state)}: #{error.message}")
+        telemetry([:error], %{count: 1}, state, %{error: error})
+      end)
+    end
+  end
+
+  defp event({:log, level, text}, state) do
+    Logger.log(log_level(level), fn -> "kmq: #{name(state)}: librdkafka: #{text}" end)
+    state
+  end
+
+  defp event({:token, _config}, state), do: token(state)
+
+  defp event({:closed, how}, state) do
+    send(self(), {:closed, how})
+    state
+  end
+
+  defp event(:flushed, state) do
+    Enum.each(state.flushers, &GenServer.reply(&1, :ok))
+    %{state | flushers: []}
+  end
+
+  defp event(_other, state), do: state
+
+  # librdkafka logs each lost connection; what matters arrives as an error too.
+  defp log_level(level) when level <= 2, do: :error
+  defp log_level(_level), do: :debug
+
+  # The same thing is said once in ten seconds.
+  defp note(state, what, fun) do
+    now = System.monotonic_time(:millisecond)
+
+    if now - Map.get(state.noted, what, now - 20_000) > 10_000 do
+      fun.()
+      %{state | noted: Map.put(state.noted, what, now)}
+    else
+      state
+    end
+  end
+
+  # ---- where to begin
+
+  # Runs in a process of its own, whose exit reason is the answer; an answer that raises is asked for again.
+  defp run(fun, delay) do
+    {_pid, monitor} =
+      spawn_monitor(fn ->
+        if delay > 0, do: :timer.sleep(delay)
+        exit({:resolved, fun.()})
+      end)
+
+    monitor
+  end
+
+  defp resolve(state, epoch, partitions, delay) do
+    state = stop_resolvers(state)
+    config = state.config
+
+    {pid, monitor} =
+      spawn_monitor(fn ->
+        receive do
+          :stop -> :ok
+        after
+          delay -> exit({:resolved, positions(config, partitions)})
+        end
+      end)
+
+    %{state | resolver: {pid, monitor, epoch, partitions}}
+  end
+
+  defp stop_resolvers(%{resolver: nil} = state), do: state
+
+  defp stop_resolvers(%{resolver: {pid, monitor, _, _}} = state) do
+    Process.demonitor(monitor, [:flush])
+    Process.exit(pid, :kill)
+    %{state | resolver: nil}
+  end
+
+  defp assign(state, epoch, positions) do
+    case :kmq_nif.consumer_assign(state.ref, epoch, positions) do
+      :ok ->
+        partitions = Enum.map(positions, fn {topic, partition, _, _} -> {topic, partition} end)
+        Logger.info("kmq: #{name(state)}: assigned #{describe(partitions)}")
+        telemetry([:assigned], %{count: length(partitions)}, state, %{partitions: partitions})
+        poll(state)
+
+      {:error, :stale} ->
+        state
+
+      {:error, :closed} ->
+        state
+
+      {:error, reason} ->
+        Logger.error("kmq: #{name(state)}: #{Error.from_native(reason, "assign").message}")
+        resolve(state, epoch, Enum.map(positions, fn {t, p, _, _} -> {t, p} end), 1_000)
+    end
+  end
+
+  # offset_reset_policy holds at the group's very first start: when no partition of the topic has a commit. A partition
+  # that was born later begins at its beginning.
+  defp positions(config, partitions) do
+    with_admin(config, fn admin ->
+      partitions
+      |> Enum.group_by(&elem(&1, 0), &elem(&1, 1))
+      |> Enum.flat_map(fn {topic, mine} -> topic_positions(config, admin, topic, mine) end)
+    end)
+  end
+
+  defp topic_positions(config, admin, topic, mine) do
+    {:ok, {count, _}} = :kmq_nif.admin_partitions(admin, topic, @admin_timeout)
+    all = Enum.map(0..(max(count, Enum.max(mine) + 1) - 1), &{topic, &1})
+    {:ok, commits} = :kmq_nif.admin_committed(admin, all, @admin_timeout)
+    commits = for {_, partition, offset} <- commits, offset >= 0, into: %{}, do: {partition, offset}
+    first? = commits == %{}
+
+    for partition <- mine do
+      case commits do
+        %{^partition => offset} when config.begin_offset != :reset ->
+          {topic, partition, offset, true}
+
+        _ ->
+          policy = if first? or config.begin_offset == :reset, do: config.offset_reset_policy, else: :earliest
+          {topic, partition, first_offset(policy, admin, topic, partition), false}
+      end
+    end
+  end
+
+  defp first_offset({:timestamp, ms}, admin, topic, partition) do
+    case :kmq_nif.admin_offset_for_time(admin, topic, partition, ms, @admin_timeout) do
+      {:ok, offset} when offset >= 0 -> offset
+      {:ok, _none} -> first_offset(:latest, admin, topic, partition)
+    end
+  end
+
+  defp first_offset(policy, admin, topic, partition) do
+    {:ok, {low, high}} = :kmq_nif.admin_watermarks(admin, topic, partition, @admin_timeout)
+    if policy == :latest, do: high, else: low
+  end
+
+  # Out of range: retention overtook the group, or the topic was made anew. It goes on at the first message there is, and says so.
+  defp find_position(config, topic, partition, position) do
+    with_admin(config, fn admin ->
+      {:ok, {low, high}} = :kmq_nif.admin_watermarks(admin, topic, partition, @admin_timeout)
+      if position >= low and position <= high, do: :again, else: low
+    end)
+  end
+
+  defp with_admin(config, fun) do
+    {:ok, admin} = :kmq_nif.admin_open(config.admin_props)
+
+    try do
+      fun.(admin)
+    after
+      :kmq_nif.admin_close(admin)
+    end
+  end
+
+  defp reset(state, {slot, _topic, _partition, _position}, {:resolved, :again}) do
+    _ = :kmq_nif.consumer_reset(state.ref, slot, -1)
+    poll(state)
+  end
+
+  defp reset(state, {slot, topic, partition, position}, {:resolved, offset}) do
+    Logger.error(
+      "kmq: #{name(state)}: #{topic}-#{partition}: offset #{position} is not there (retention, or a new topic of the same name); reading goes on at #{offset}"
+    )
+
+    telemetry([:offset_reset], %{from: position, to: offset}, state, %{topic: topic, partition: partition, reason: :out_of_range})
+    _ = :kmq_nif.consumer_reset(state.ref, slot, offset)
+    poll(state)
+  end
+
+  defp reset(state, {_slot, topic, partition, position} = reset, _crash) do
+    look = fn -> find_position(state.config, topic, partition, position) end
+    %{state | resets: Map.put(state.resets, run(look, 1_000), reset)}
+  end
+
+  # ---- borrower
+
+  defp watch(%{borrower: pid} = state, pid), do: state
+
+  defp watch(state, pid) do
+    state.monitor && Process.demonitor(state.monitor, [:flush])
+    state.orphan_timer && :erlang.cancel_timer(state.orphan_timer)
+    %{state | borrower: pid, monitor: Process.monitor(pid), orphan_timer: nil}
+  end
+
+  defp orphaned(%{closing: true} = state, _reason), do: state
+
+  defp orphaned(state, reason) do
+    wait = if reason in [:normal, :shutdown], do: 0, else: state.config.drain_timeout
+    %{state | orphan_timer: :erlang.start_timer(wait, self(), :orphan)}
+  end
+
+  # ---- the end
+
+  defp close_begin(%{closing: true} = state, _timeout), do: state
+
+  defp close_begin(state, timeout) do
+    state = stop_resolvers(state)
+
+    case :kmq_nif.consumer_close(state.ref, timeout) do
+      :ok ->
+        :erlang.start_timer(timeout + 1_000, self(), :kill)
+        poll(%{state | closing: true})
+
+      {:error, :closed} ->
+        send(self(), {:closed, :ok})
+        %{state | closing: true}
+    end
+  end
+
+  defp closed(how, state) do
+    reply =
+      if how == :ok,
+        do: :ok,
+        else: {:error, Error.new(:timeout, "#{name(state)}: closed, but not everything was acknowledged in time", retriable?: false)}
+
+    Enum.each(state.closers, &GenServer.reply(&1, reply))
+    Enum.each(state.flushers, &GenServer.reply(&1, if(how == :ok, do: :ok, else: reply)))
+    {:stop, :normal, %{state | closers: [], flushers: []}}
+  end
+
+  defp down(error, state) do
+    Logger.error("kmq: #{name(state)}: #{error.message}; this consumer stops")
+    telemetry([:error], %{count: 1}, state, %{error: error})
+    if error.reason in [:fenced, :fenced_instance_id], do: telemetry([:fenced], %{count: 1}, state, %{})
+    state.borrower && send(state.borrower, {:kmq, state.ref, {:down, error}})
+    {:stop, :normal, state}
+  end
+
+  # ---- OAUTHBEARER
+
+  defp token(state) do
+    with {:oauthbearer, fun} <- state.config.client_config[:sasl] do
+      ref = state.ref
+
+      spawn(fn ->
+        try do
+          {:ok, %{token: token, lifetime_ms: lifetime, principal: principal}} = fun.()
+          :kmq_nif.consumer_set_token(ref, token, lifetime, principal)
+        rescue
+          _ -> :kmq_nif.consumer_set_token(ref, nil, 0, "the token function failed")
+        end
+      end)
+    end
+
+    state
+  end
+
+  # ---- words
+
+  defp name(state), do: "#{inspect(state.key)} of #{state.config.group_id}"
+
+  defp describe([]), do: "nothing"
+
+  defp describe(partitions) do
+    partitions
+    |> Enum.group_by(&elem(&1, 0), &elem(&1, 1))
+    |> Enum.map_join(", ", fn {topic, list} -> "#{topic}-#{inspect(Enum.sort(list), charlists: :as_lists, limit: 20)}" end)
+  end
+
+  defp telemetry(event, measurements, state, metadata) do
+    Telemetry.execute([:kmq | event], measurements, Map.merge(%{handle: state.key, group: state.config.group_id}, metadata))
+  end
+end

@@ -1,0 +1,133 @@
+%% @doc The native engine, 1:1: every function here is one in c_src/nif. Elixir's modules and rebar3 users call it; nothing else loads it.
+%%
+%% Messages to the owner and the borrower of a handle are `{kmq, Ref, What}':
+%%   consumer:  `ready' (take again), `{due, Ms}' (owner: poll within Ms)
+%%   publisher: `ready' (owner: poll), `space', `{published, Token, Results}' (caller of send)
+%% Errors: `{error, {Name, Code, Retriable, Fatal, Text}}' of Kafka, `{error, closed | stale}'; wrong arguments raise badarg.
+-module(kmq_nif).
+
+-export([version/0, live/0, backoff/3]).
+-export([consumer_open/3, consumer_subscribe/1, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_settle/3,
+         consumer_retry/5, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
+         consumer_close/2, consumer_kill/1, consumer_info/1, consumer_set_token/4, consumer_test_fatal/1]).
+-export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
+         publisher_set_token/4]).
+-export([admin_open/1, admin_close/1, admin_cluster_id/2, admin_partitions/3, admin_topics/2, admin_create_topic/6,
+         admin_create_partitions/4, admin_delete_topic/3, admin_topic_config/3, admin_committed/3, admin_watermarks/4,
+         admin_offset_for_time/5, admin_delete_records/5]).
+
+-on_load(init/0).
+
+-define(ABI, 1).
+
+init() ->
+    Path = filename:join(priv_dir(), "kmq_nif"),
+    case erlang:load_nif(Path, ?ABI) of
+        ok -> ok;
+        {error, {Reason, Text}} -> {error, {Reason, lists:flatten([Text, hint(Reason)])}}
+    end.
+
+priv_dir() ->
+    case code:priv_dir(kmq) of
+        {error, bad_name} -> filename:join(filename:dirname(filename:dirname(code:which(?MODULE))), "priv");
+        Dir -> Dir
+    end.
+
+hint(load_failed) ->
+    " (kmq_nif needs librdkafka 2.0.2 or newer, package librdkafka1 or librdkafka, and must be built: `make -C c_src')";
+hint(load) ->
+    " (kmq_nif.so is of another build than this module: build kmq again)";
+hint(upgrade) ->
+    " (the native engine cannot be replaced in a running VM: restart it)";
+hint(_) ->
+    "".
+
+-type ref() :: reference().
+-type props() :: [{binary(), binary()}].
+-type failure() :: {error, {binary(), integer(), boolean(), boolean(), binary()} | atom()}.
+-type token() :: {Slot :: integer(), Offset :: integer()}.
+-type refused() :: {error, [{integer(), integer(), late | unknown | closed | enomem}] | closed}.
+
+-spec version() -> {binary(), integer()}.
+version() -> erlang:nif_error(not_loaded).
+-spec live() -> #{consumers | publishers | admins | clients => non_neg_integer()}.
+live() -> erlang:nif_error(not_loaded).
+-spec backoff(tuple(), integer(), float()) -> non_neg_integer().
+backoff(_Spec, _Attempt, _U) -> erlang:nif_error(not_loaded).
+
+-spec consumer_open(props(), props(), map()) -> {ok, ref()} | failure().
+consumer_open(_Props, _ProducerProps, _Opts) -> erlang:nif_error(not_loaded).
+-spec consumer_subscribe(ref()) -> ok | failure().
+consumer_subscribe(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_attach(ref(), pid() | nil) -> ok.
+consumer_attach(_Ref, _Pid) -> erlang:nif_error(not_loaded).
+-spec consumer_poll(ref()) -> {[term()], NextMs :: non_neg_integer()} | failure().
+consumer_poll(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_take(ref(), non_neg_integer()) -> {[{integer(), binary(), integer(), [tuple()]}], More :: boolean()} | failure().
+consumer_take(_Ref, _Max) -> erlang:nif_error(not_loaded).
+-spec consumer_settle(ref(), 0..5, [token()]) -> ok | refused().
+consumer_settle(_Ref, _Cause, _Tokens) -> erlang:nif_error(not_loaded).
+-spec consumer_retry(ref(), [{integer(), integer(), non_neg_integer()}], 0..4, 0..3, binary()) -> ok | refused().
+consumer_retry(_Ref, _Tokens, _Cause, _Flags, _Text) -> erlang:nif_error(not_loaded).
+-spec consumer_assign(ref(), non_neg_integer(), [{binary(), integer(), integer(), boolean()}]) -> ok | failure().
+consumer_assign(_Ref, _Epoch, _Partitions) -> erlang:nif_error(not_loaded).
+-spec consumer_reset(ref(), integer(), integer()) -> ok | failure().
+consumer_reset(_Ref, _Slot, _Offset) -> erlang:nif_error(not_loaded).
+-spec consumer_rebuild(ref()) -> ok | failure().
+consumer_rebuild(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_flush(ref()) -> ok | failure().
+consumer_flush(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_drain(ref()) -> ok | failure().
+consumer_drain(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_close(ref(), non_neg_integer()) -> ok | failure().
+consumer_close(_Ref, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec consumer_kill(ref()) -> ok | failure().
+consumer_kill(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_info(ref()) -> {ok, map()} | failure().
+consumer_info(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_set_token(ref(), binary() | nil, integer(), binary()) -> ok | failure().
+consumer_set_token(_Ref, _Token, _LifetimeMs, _Principal) -> erlang:nif_error(not_loaded).
+-spec consumer_test_fatal(ref()) -> ok | failure().
+consumer_test_fatal(_Ref) -> erlang:nif_error(not_loaded).
+
+-spec publisher_open(props(), map()) -> {ok, ref()} | failure().
+publisher_open(_Props, _Opts) -> erlang:nif_error(not_loaded).
+-spec publisher_send(ref(), binary(), [tuple()], term()) -> {ok, non_neg_integer()} | failure().
+publisher_send(_Ref, _Topic, _Messages, _Token) -> erlang:nif_error(not_loaded).
+-spec publisher_space(ref()) -> ok | failure().
+publisher_space(_Ref) -> erlang:nif_error(not_loaded).
+-spec publisher_poll(ref()) -> [term()] | failure().
+publisher_poll(_Ref) -> erlang:nif_error(not_loaded).
+-spec publisher_queued(ref()) -> non_neg_integer() | failure().
+publisher_queued(_Ref) -> erlang:nif_error(not_loaded).
+-spec publisher_close(ref()) -> ok | failure().
+publisher_close(_Ref) -> erlang:nif_error(not_loaded).
+-spec publisher_set_token(ref(), binary() | nil, integer(), binary()) -> ok | failure().
+publisher_set_token(_Ref, _Token, _LifetimeMs, _Principal) -> erlang:nif_error(not_loaded).
+
+-spec admin_open(props()) -> {ok, ref()} | failure().
+admin_open(_Props) -> erlang:nif_error(not_loaded).
+-spec admin_close(ref()) -> ok | failure().
+admin_close(_Ref) -> erlang:nif_error(not_loaded).
+-spec admin_cluster_id(ref(), integer()) -> {ok, binary()} | failure().
+admin_cluster_id(_Ref, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_partitions(ref(), binary(), integer()) -> {ok, {non_neg_integer(), non_neg_integer()}} | failure().
+admin_partitions(_Ref, _Topic, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_topics(ref(), integer()) -> {ok, [{binary(), non_neg_integer()}]} | failure().
+admin_topics(_Ref, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_create_topic(ref(), binary(), integer(), integer(), props(), integer()) -> ok | failure().
+admin_create_topic(_Ref, _Topic, _N, _Replication, _Config, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_create_partitions(ref(), binary(), integer(), integer()) -> ok | failure().
+admin_create_partitions(_Ref, _Topic, _N, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_delete_topic(ref(), binary(), integer()) -> ok | failure().
+admin_delete_topic(_Ref, _Topic, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_topic_config(ref(), binary(), integer()) -> {ok, [{binary(), binary() | nil}]} | failure().
+admin_topic_config(_Ref, _Topic, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_committed(ref(), [{binary(), integer()}], integer()) -> {ok, [{binary(), integer(), integer()}]} | failure().
+admin_committed(_Ref, _Partitions, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_watermarks(ref(), binary(), integer(), integer()) -> {ok, {integer(), integer()}} | failure().
+admin_watermarks(_Ref, _Topic, _Partition, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_offset_for_time(ref(), binary(), integer(), integer(), integer()) -> {ok, integer()} | failure().
+admin_offset_for_time(_Ref, _Topic, _Partition, _Ms, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_delete_records(ref(), binary(), integer(), integer(), integer()) -> ok | failure().
+admin_delete_records(_Ref, _Topic, _Partition, _Before, _TimeoutMs) -> erlang:nif_error(not_loaded).
