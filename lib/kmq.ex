@@ -1,0 +1,176 @@
+defmodule Kmq do
+  @moduledoc """
+  A message queue on Apache Kafka: every message is acknowledged on its own, in any order, from any process on any node.
+  What is not acknowledged in time is delivered again; what keeps failing goes to a dead letter topic.
+
+    * `OffBroadway.Kmq.Producer` - messages for Broadway, the usual way
+    * `Kmq.Consumer` - messages on demand, for iex and for those without Broadway
+    * `Kmq.Publisher` - messages into a topic
+    * `Kmq.Tracker` - redelivery, where it is to run apart from the consumers
+    * `Kmq.Topics` - the marker and dead letter topics
+    * `Kmq.Sandbox` - a small Kafka inside this VM, for iex, demos and tests
+    * `Kmq.Telemetry` - all events
+
+  The functions here settle what a `Kmq.Consumer` has handed out:
+
+      {:ok, consumer} = Kmq.Consumer.start_link(hosts: [localhost: 9092], topics: ["orders"], group_id: "shop")
+      for message <- Kmq.Consumer.pull(consumer, max: 10, wait: 1_000) do
+        case work(message.value) do
+          :ok -> Kmq.ack(message)
+          {:error, :busy} -> Kmq.retry(message, delay: 5_000)
+          {:error, reason} -> Kmq.reject(message, reason)
+        end
+      end
+
+  Each takes a message or a list of them, goes straight into the consumer's ledger without a hop through a process (on
+  another node: through the consumer's handle), and says what it could not do.
+  """
+
+  alias Kmq.{Backoff, Message}
+
+  @typedoc """
+  Why a message was not settled. None of them is lost.
+
+    * `:late` - its time limit had passed, or its partition belongs to someone else by now: it comes again
+    * `:unknown` - it is not in work: it was settled before, or never handed out
+    * `:closed` - the consumer is closed: it comes again after its lease
+  """
+  @type failure :: :late | :unknown | :closed
+
+  @typedoc "For one message the reason, for a list the messages concerned; all others of the list are settled."
+  @type result :: :ok | {:error, failure} | {:error, [{Message.t(), failure}, ...]}
+
+  @doc "It is done. It will not be delivered again."
+  @spec ack(Message.t() | [Message.t()]) :: result
+  def ack(messages), do: settle(messages, &Kmq.Handle.settle(&1, :ack, coordinates(&2)))
+
+  @doc """
+  It failed; deliver it again later, or dead-letter it when it has used up its attempts.
+
+    * `:delay` - ms, or a backoff as the option `:backoff` takes it, or a function of the attempt and the reason; default is the
+      consumer's `:backoff`
+    * `:reason` - any term; a short text of it is kept with the message
+
+  A bad `:delay` raises `ArgumentError`.
+  """
+  @spec retry(Message.t() | [Message.t()], keyword) :: result
+  def retry(messages, options \\ []) do
+    options = Keyword.validate!(options, [:delay, :reason])
+    reason = options[:reason]
+    delay = delay_option(options[:delay])
+
+    settle(messages, fn handle, of_handle ->
+      entries =
+        for message <- of_handle do
+          wait = wait(delay || message.backoff, message.attempt, reason)
+          {message.slot, message.offset, wait}
+        end
+
+      Kmq.Handle.retry(handle, entries, :failed, reason && reason_text(reason))
+    end)
+  end
+
+  @doc "To the dead letter topic now, with `reason` in its `kmq-error` header."
+  @spec reject(Message.t() | [Message.t()], term) :: result
+  def reject(messages, reason \\ nil) do
+    settle(messages, fn handle, of_handle ->
+      entries = for message <- of_handle, do: {message.slot, message.offset, 0}
+      Kmq.Handle.retry(handle, entries, :rejected, reason && reason_text(reason))
+    end)
+  end
+
+  @doc "Drop it: no other attempt and no dead letter."
+  @spec discard(Message.t() | [Message.t()]) :: result
+  def discard(messages), do: settle(messages, &Kmq.Handle.settle(&1, :discard, coordinates(&2)))
+
+  defp coordinates(messages), do: for(message <- messages, do: {message.slot, message.offset})
+
+  defp settle(%Message{} = message, fun) do
+    with {:error, [{_slot, _offset, reason} | _]} <- fun.(message.handle, [message]),
+         do: {:error, reason}
+  end
+
+  defp settle([], _fun), do: :ok
+
+  defp settle([%Message{handle: handle} | _] = messages, fun) do
+    if Enum.all?(messages, &(&1.handle == handle)) do
+      with {:error, failed} <- fun.(handle, messages), do: {:error, failed(failed, messages)}
+    else
+      messages
+      |> Enum.group_by(& &1.handle)
+      |> Enum.flat_map(fn {_handle, of_handle} ->
+        case settle(of_handle, fun) do
+          :ok -> []
+          {:error, failed} -> failed
+        end
+      end)
+      |> case do
+        [] -> :ok
+        failed -> {:error, failed}
+      end
+    end
+  end
+
+  defp failed(failed, messages) do
+    by_place = Map.new(messages, &{{&1.slot, &1.offset}, &1})
+    for {slot, offset, reason} <- failed, do: {Map.fetch!(by_place, {slot, offset}), reason}
+  end
+
+  defp delay_option(nil), do: nil
+  defp delay_option(ms) when is_integer(ms) and ms >= 0, do: ms
+  defp delay_option(function) when is_function(function, 2), do: function
+
+  defp delay_option(backoff) do
+    case Backoff.parse(backoff) do
+      {:ok, normal} -> normal
+      {:error, message} -> raise ArgumentError, "invalid value for :delay option: " <> message
+    end
+  end
+
+  @doc false
+  # ms before the attempt after this one.
+  @spec wait(
+          non_neg_integer | Backoff.normal() | (pos_integer, term -> non_neg_integer),
+          pos_integer,
+          term
+        ) ::
+          non_neg_integer
+  def wait(function, attempt, reason) when is_function(function, 2) do
+    case function.(attempt, reason) do
+      ms when is_integer(ms) and ms >= 0 -> ms
+      other -> raise ArgumentError, "a backoff function gave #{inspect(other)}, expected ms"
+    end
+  end
+
+  def wait(delay, attempt, _reason), do: Backoff.delay(delay, attempt)
+
+  # Markers keep at most 512 bytes of it.
+  @text_bytes 512
+
+  @doc false
+  # A short text of any reason: what is kept with a message, in UTF-8.
+  @spec reason_text(term) :: String.t()
+  def reason_text(reason) do
+    reason |> text() |> cut(@text_bytes)
+  end
+
+  defp text(%{__exception__: true} = exception), do: Exception.message(exception)
+
+  defp text(text) when is_binary(text) do
+    if String.valid?(text), do: text, else: inspect(text, limit: 50)
+  end
+
+  defp text(reason) when is_atom(reason), do: Atom.to_string(reason)
+  defp text(reason), do: inspect(reason, limit: 20, printable_limit: 200)
+
+  defp cut(text, max) when byte_size(text) <= max, do: text
+
+  defp cut(text, max) do
+    head = binary_part(text, 0, max)
+
+    case String.chunk(head, :valid) do
+      [valid] -> valid
+      chunks -> chunks |> Enum.filter(&String.valid?/1) |> Enum.join()
+    end
+  end
+end

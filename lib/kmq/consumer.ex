@@ -1,0 +1,225 @@
+defmodule Kmq.Consumer do
+  @moduledoc """
+  Messages on demand, for iex and for those without Broadway.
+
+      {:ok, consumer} = Kmq.Consumer.start_link(hosts: [localhost: 9092], topics: ["orders"], group_id: "shop", create_topics: true)
+      [message] = Kmq.Consumer.pull(consumer, max: 1, wait: 5_000)
+      Kmq.ack(message)
+
+  Messages are settled by `Kmq.ack/1`, `Kmq.retry/2`, `Kmq.reject/2` and `Kmq.discard/1`, from any process. What the puller
+  forgets counts as failed when `:max_processing_time` is over. Any number of processes may pull; a message goes to one of them.
+
+  ## Options
+
+  #{Kmq.Options.docs(:consumer)}
+  """
+
+  use GenServer
+
+  require Logger
+
+  alias Kmq.{Config, Error, Handle, Message}
+
+  @reopen_ms 1_000
+  @call_margin_ms 5_000
+
+  # waiting: pulls that found nothing, oldest first: [{from, max, timer, monitor}]
+  defstruct [:config, :key, :handle, :monitor, waiting: []]
+
+  @doc """
+  Starts a member of the group. Bad options raise; a missing topic or an unreachable cluster is `{:error, %Kmq.Error{}}`.
+  """
+  @spec start_link(keyword) :: GenServer.on_start()
+  def start_link(options) do
+    config = Config.new!(options, :consumer)
+    GenServer.start_link(__MODULE__, config, Keyword.take(options, [:name]))
+  end
+
+  @doc "For a supervisor; it leaves a stop the time to hand back what is not settled."
+  @spec child_spec(keyword) :: Supervisor.child_spec()
+  def child_spec(options) do
+    %{
+      id: options[:name] || __MODULE__,
+      start: {__MODULE__, :start_link, [options]},
+      shutdown: (options[:drain_timeout] || 30_000) + 2_000
+    }
+  end
+
+  @doc """
+  Up to `:max` messages (default 1). Where there is none yet, it waits up to `:wait` ms (default 0) for the first.
+  """
+  @spec pull(GenServer.server(), keyword) :: [Message.t()]
+  def pull(consumer, options \\ []) do
+    options = Keyword.validate!(options, max: 1, wait: 0)
+    max = positive!(options[:max], :max)
+    wait = non_negative!(options[:wait], :wait)
+    GenServer.call(consumer, {:pull, max, wait}, wait + @call_margin_ms)
+  end
+
+  @doc """
+  Waits until all that was settled before this call is written to Kafka.
+  """
+  @spec flush(GenServer.server(), timeout) :: :ok | {:error, Error.t()}
+  def flush(consumer, timeout_ms \\ 5_000) do
+    case GenServer.call(consumer, :handle) do
+      nil ->
+        {:error, Error.new(:closed, "the consumer has no connection", retriable?: true)}
+
+      handle ->
+        with {:error, error} <- Handle.flush(handle, timeout_ms),
+             do: {:error, Error.from_native(error)}
+    end
+  end
+
+  @doc "Leaves the group: acks and commits are written, what is not settled comes again after its lease."
+  @spec stop(GenServer.server(), timeout) :: :ok
+  def stop(consumer, timeout \\ :infinity), do: GenServer.stop(consumer, :normal, timeout)
+
+  defp positive!(value, _name) when is_integer(value) and value > 0, do: value
+
+  defp positive!(value, name),
+    do:
+      raise(
+        ArgumentError,
+        "expected #{inspect(name)} to be a positive integer, got: #{inspect(value)}"
+      )
+
+  defp non_negative!(value, _name) when is_integer(value) and value >= 0, do: value
+
+  defp non_negative!(value, name),
+    do:
+      raise(
+        ArgumentError,
+        "expected #{inspect(name)} to be ms, a non-negative integer, got: #{inspect(value)}"
+      )
+
+  # ---- GenServer
+
+  @impl true
+  def init(config) do
+    Process.flag(:trap_exit, true)
+    name = config.name || self()
+    state = %__MODULE__{config: Config.for_index(config, 0), key: {:consumer, name}}
+
+    with {:ok, _partitions} <- Kmq.Topics.prepare(config),
+         {:ok, handle} <- Handle.open(state.config, state.key) do
+      {:ok, attached(state, handle)}
+    else
+      {:error, error} -> {:stop, error}
+    end
+  end
+
+  @impl true
+  def handle_call({:pull, max, wait}, {pid, _tag} = from, state) do
+    case if(state.waiting == [], do: take(state, max), else: []) do
+      [] when wait == 0 ->
+        {:reply, [], state}
+
+      [] ->
+        timer = Process.send_after(self(), {:expired, from}, wait)
+
+        {:noreply,
+         %{state | waiting: state.waiting ++ [{from, max, timer, Process.monitor(pid)}]}}
+
+      messages ->
+        {:reply, messages, state}
+    end
+  end
+
+  def handle_call(:handle, _from, state), do: {:reply, state.handle, state}
+
+  @impl true
+  def handle_info({:kmq, ref, :ready}, %{handle: %{ref: ref}} = state),
+    do: {:noreply, serve(state)}
+
+  def handle_info({:kmq, ref, {:down, %Error{} = error}}, %{handle: %{ref: ref}} = state) do
+    Logger.error("kmq: #{inspect(state.key)}: the consumer ended: #{error.message}")
+    if error.retriable?, do: {:noreply, reopen_later(state)}, else: {:stop, error, state}
+  end
+
+  def handle_info({:DOWN, monitor, :process, _pid, reason}, %{monitor: monitor} = state) do
+    Logger.error("kmq: #{inspect(state.key)}: the consumer's process ended: #{inspect(reason)}")
+    {:noreply, reopen_later(state)}
+  end
+
+  # A puller died while it waited: nothing may be handed to it.
+  def handle_info({:DOWN, monitor, :process, _pid, _reason}, state) do
+    {gone, waiting} = Enum.split_with(state.waiting, &(elem(&1, 3) == monitor))
+    Enum.each(gone, fn {_from, _max, timer, _monitor} -> Process.cancel_timer(timer) end)
+    {:noreply, %{state | waiting: waiting}}
+  end
+
+  def handle_info({:expired, from}, state) do
+    {expired, waiting} = Enum.split_with(state.waiting, &(elem(&1, 0) == from))
+    Enum.each(expired, &reply(&1, []))
+    {:noreply, %{state | waiting: waiting}}
+  end
+
+  def handle_info(:reopen, %{handle: nil} = state) do
+    case Handle.open(state.config, state.key) do
+      {:ok, handle} -> {:noreply, state |> attached(handle) |> serve()}
+      {:error, %Error{retriable?: true}} -> {:noreply, reopen_later(state)}
+      {:error, error} -> {:stop, error, state}
+    end
+  end
+
+  def handle_info(:reopen, state), do: {:noreply, state}
+  def handle_info({:kmq, _ref, _event}, state), do: {:noreply, state}
+  def handle_info({:EXIT, _pid, reason}, state) when reason in [:normal], do: {:noreply, state}
+  def handle_info({:EXIT, _pid, reason}, state), do: {:stop, reason, state}
+
+  def handle_info(message, state) do
+    Logger.warning(
+      "kmq: #{inspect(state.key)}: an unknown message was dropped: #{inspect(message)}"
+    )
+
+    {:noreply, state}
+  end
+
+  @impl true
+  def terminate(_reason, %{handle: nil}), do: :ok
+
+  def terminate(_reason, state) do
+    with {:error, error} <- Handle.close(state.handle, state.config.drain_timeout) do
+      Logger.warning("kmq: #{inspect(state.key)}: closed, but not in order: #{inspect(error)}")
+    end
+
+    :ok
+  end
+
+  defp attached(state, handle) do
+    Handle.attach(handle, self())
+    %{state | handle: handle, monitor: Process.monitor(handle.pid)}
+  end
+
+  defp reopen_later(state) do
+    state.monitor && Process.demonitor(state.monitor, [:flush])
+    Process.send_after(self(), :reopen, @reopen_ms)
+    %{state | handle: nil, monitor: nil}
+  end
+
+  defp take(%{handle: nil}, _max), do: []
+
+  defp take(state, max) do
+    state.handle |> Handle.take(max) |> Message.from_batches(state.handle, state.config.backoff)
+  end
+
+  defp serve(%{waiting: []} = state), do: state
+
+  defp serve(%{waiting: [{_from, max, _timer, _monitor} = waiter | rest]} = state) do
+    case take(state, max) do
+      [] ->
+        state
+
+      messages ->
+        reply(waiter, messages)
+        serve(%{state | waiting: rest})
+    end
+  end
+
+  defp reply({from, _max, timer, monitor}, messages) do
+    Process.cancel_timer(timer)
+    Process.demonitor(monitor, [:flush])
+    GenServer.reply(from, messages)
+  end
+end

@@ -1,0 +1,615 @@
+defmodule Kmq.Publisher do
+  @moduledoc """
+  Publishes messages.
+
+      {:ok, publisher} = Kmq.Publisher.start_link(hosts: [localhost: 9092])
+      {:ok, %{partition: 3, offset: 17}} = Kmq.Publisher.publish(publisher, "orders", "a value", key: "customer 7")
+
+  Three ways:
+
+    * `publish/4` and `publish_many/3` return when the brokers have acknowledged (`acks: :all`): what they report is durable.
+      They run in the calling process; many processes may publish at once, and one batch is built of what they bring.
+    * `publish_async/4` returns when the message is in the local queue. That queue is bounded (`:queue_bytes`,
+      `:queue_messages`); when it is full the call waits for room: that is the back-pressure. What becomes of the message is
+      told by telemetry (`[:kmq, :publish, :error]`) and in the log, and by `flush/2`.
+
+  A topic that does not exist is refused; it is asked for once, and never made by asking.
+
+  ## Options of `start_link/1`
+
+  #{Kmq.Options.docs(:publisher)}
+
+  ## Options of a message
+
+  #{Kmq.Options.docs(:publish)}
+  """
+
+  use GenServer
+
+  require Logger
+
+  alias Kmq.{Config, Error, Options, Telemetry, Topics}
+
+  @topic_check_ms 15_000
+  # librdkafka reports each message within its delivery timeout; what is later than that is a dead publisher.
+  @report_margin_ms 5_000
+
+  @typedoc "Where a message is in its topic."
+  @type place :: %{partition: non_neg_integer, offset: integer}
+
+  @typedoc "A message for `publish_many/3`, with options as `publish/4` takes them."
+  @type message ::
+          {topic :: String.t(), value :: binary | nil}
+          | {topic :: String.t(), value :: binary | nil, keyword}
+
+  # queue: parked async calls, oldest first: {from, deadline, topic, native messages}. outstanding: sent and not reported.
+  # flushers: waiting for outstanding to be 0.
+  defstruct [
+    :ref,
+    :bootstrap,
+    :admin_props,
+    :topics,
+    asking: false,
+    queue: :queue.new(),
+    outstanding: 0,
+    failed: 0,
+    flushers: []
+  ]
+
+  # ---- API
+
+  @doc "Starts a publisher. Bad options raise `ArgumentError`; an unreachable cluster does not: publishing reports it."
+  @spec start_link(keyword) :: GenServer.on_start()
+  def start_link(options) do
+    case Config.publisher(options) do
+      {:ok, valid, derived} ->
+        GenServer.start_link(__MODULE__, {valid, derived}, Keyword.take(options, [:name]))
+
+      {:error, error} ->
+        raise ArgumentError, error.message
+    end
+  end
+
+  @doc false
+  @spec child_spec(keyword) :: Supervisor.child_spec()
+  def child_spec(options) do
+    %{
+      id: options[:name] || __MODULE__,
+      start: {__MODULE__, :start_link, [options]},
+      shutdown: 10_000
+    }
+  end
+
+  @doc """
+  Publishes a message and waits until it is durable.
+  """
+  @spec publish(GenServer.server(), String.t(), binary | nil, keyword) ::
+          {:ok, place} | {:error, Error.t()}
+  def publish(publisher, topic, value, options \\ []) do
+    case publish_many(publisher, [{topic, value, options}]) do
+      {:ok, [place]} -> {:ok, place}
+      {:error, [error]} -> error
+      {:error, %Error{} = error} -> {:error, error}
+    end
+  end
+
+  @doc """
+  Publishes messages and waits until all are durable.
+
+  Messages of one partition are written in the order given. Where some fail, there is a result for each message in its
+  place: `{:error, [{:ok, place} | {:error, error}, ...]}`. `:timeout` is the wait for room in the local queue.
+  """
+  @spec publish_many(GenServer.server(), [message], keyword) ::
+          {:ok, [place]} | {:error, Error.t()} | {:error, [{:ok, place} | {:error, Error.t()}]}
+  def publish_many(publisher, messages, options \\ []) do
+    groups = native(messages)
+    options = Keyword.validate!(options, [:timeout])
+
+    local(publisher, :publish_many, [messages, options], fn pid ->
+      with {:ok, info} <- lookup(pid),
+           :ok <- known_topics(pid, info, groups) do
+        start = System.monotonic_time()
+        timeout = options[:timeout] || message_timeout(messages) || info.delivery_timeout
+        results = send_all(pid, info, groups, timeout)
+        report_sync(groups, results, System.monotonic_time() - start)
+        in_order(results)
+      end
+    end)
+  end
+
+  @doc """
+  Queues a message, or waits for room in the queue, at most `:timeout` ms (default `:delivery_timeout`).
+
+  The error `:queue_full` means that it was not queued.
+  """
+  @spec publish_async(GenServer.server(), String.t(), binary | nil, keyword) ::
+          :ok | {:error, Error.t()}
+  def publish_async(publisher, topic, value, options \\ []),
+    do: publish_many_async(publisher, [{topic, value, options}])
+
+  @doc "Queues messages, as `publish_async/4`. Where only some found room in time, the error tells how many."
+  @spec publish_many_async(GenServer.server(), [message], keyword) :: :ok | {:error, Error.t()}
+  def publish_many_async(publisher, messages, options \\ []) do
+    groups = native(messages)
+    options = Keyword.validate!(options, [:timeout])
+
+    local(publisher, :publish_many_async, [messages, options], fn pid ->
+      with {:ok, info} <- lookup(pid),
+           :ok <- known_topics(pid, info, groups) do
+        timeout = options[:timeout] || message_timeout(messages) || info.delivery_timeout
+
+        Enum.reduce_while(groups, :ok, fn {topic, indexed}, :ok ->
+          entries = Enum.map(indexed, &elem(&1, 1))
+
+          case call(pid, {:async, topic, entries, deadline(timeout)}, :infinity) do
+            :ok -> {:cont, :ok}
+            error -> {:halt, error}
+          end
+        end)
+      end
+    end)
+  end
+
+  @doc """
+  Waits until all that was queued by `publish_async/4` has been reported.
+
+  The error `:kafka` tells how many were not published since the last flush, `:timeout` that some are not reported yet.
+  """
+  @spec flush(GenServer.server(), timeout) :: :ok | {:error, Error.t()}
+  def flush(publisher, timeout \\ 30_000),
+    do: call(publisher, {:flush, deadline(timeout)}, :infinity)
+
+  @doc "Messages in the local queue, not yet acknowledged by a broker."
+  @spec queued(GenServer.server()) :: non_neg_integer
+  def queued(publisher), do: GenServer.call(publisher, :queued)
+
+  @doc "Flushes for at most `timeout` ms and stops. What is not published by then is reported as failed."
+  @spec close(GenServer.server(), timeout) :: :ok | {:error, Error.t()}
+  def close(publisher, timeout \\ 30_000) do
+    result = flush(publisher, timeout)
+    GenServer.stop(publisher)
+    result
+  catch
+    :exit, _already_gone -> {:error, closed()}
+  end
+
+  # ---- in the caller
+
+  # A publisher of another node is asked there: native references do not travel.
+  defp local(publisher, function, args, fun) do
+    case GenServer.whereis(publisher) do
+      pid when is_pid(pid) and node(pid) == node() -> fun.(pid)
+      pid when is_pid(pid) -> :erpc.call(node(pid), __MODULE__, function, [pid | args])
+      {name, node} -> :erpc.call(node, __MODULE__, function, [name | args])
+      nil -> {:error, closed()}
+    end
+  end
+
+  defp lookup(pid) do
+    case Registry.lookup(Kmq.Registry, {__MODULE__, pid}) do
+      [{^pid, info}] -> {:ok, info}
+      [] -> {:error, closed()}
+    end
+  end
+
+  defp closed, do: Error.new(:closed, "the publisher is closed")
+
+  defp call(publisher, request, timeout) do
+    GenServer.call(publisher, request, timeout)
+  catch
+    :exit, {reason, _} when reason in [:noproc, :normal, :shutdown] -> {:error, closed()}
+    :exit, {{:shutdown, _}, _} -> {:error, closed()}
+  end
+
+  # [{topic, [{index, {partition, key, value, headers, timestamp}}]}], topics in the order of first appearance.
+  defp native(messages) when is_list(messages) do
+    messages
+    |> Enum.with_index(fn message, index ->
+      {topic, value, options} = parts(message)
+      {topic, {index, native_message(topic, value, options)}}
+    end)
+    |> group()
+  end
+
+  defp parts({topic, value}), do: {topic, value, []}
+  defp parts({topic, value, options}), do: {topic, value, options}
+
+  defp parts(other),
+    do:
+      raise(
+        ArgumentError,
+        "expected {topic, value} or {topic, value, options}, got: #{inspect(other)}"
+      )
+
+  defp native_message(topic, value, options) do
+    is_binary(topic) ||
+      raise ArgumentError, "expected the topic to be a string, got: #{inspect(topic)}"
+
+    is_binary(value) || is_nil(value) ||
+      raise(ArgumentError, "expected the value to be a binary or nil, got: #{inspect(value)}")
+
+    case options do
+      [] ->
+        {-1, nil, value, [], 0}
+
+      options ->
+        options = Options.validate!(options, :publish)
+
+        {options[:partition] || -1, options[:key], value, options[:headers],
+         options[:timestamp] || 0}
+    end
+  end
+
+  defp group(pairs) do
+    case pairs do
+      [{topic, _} | _] ->
+        if Enum.all?(pairs, fn {other, _} -> other == topic end) do
+          [{topic, Enum.map(pairs, &elem(&1, 1))}]
+        else
+          by_topic = Enum.group_by(pairs, &elem(&1, 0), &elem(&1, 1))
+          pairs |> Enum.map(&elem(&1, 0)) |> Enum.uniq() |> Enum.map(&{&1, by_topic[&1]})
+        end
+
+      [] ->
+        []
+    end
+  end
+
+  defp message_timeout([{_topic, _value, options}]), do: options[:timeout]
+  defp message_timeout(_messages), do: nil
+
+  defp known_topics(pid, info, groups) do
+    Enum.reduce_while(groups, :ok, fn {topic, _}, :ok ->
+      case :ets.member(info.topics, topic) ||
+             call(pid, {:topic, topic}, @topic_check_ms + @report_margin_ms) do
+        known when known in [true, :ok] -> {:cont, :ok}
+        error -> {:halt, error}
+      end
+    end)
+  end
+
+  # All groups are sent before any report is waited for. Result: [{index, result}], not in order.
+  defp send_all(pid, info, groups, timeout) do
+    monitor = Process.monitor(pid)
+    deadline = deadline(timeout)
+
+    pending =
+      Enum.flat_map(groups, fn {topic, indexed} ->
+        send_group(info.ref, monitor, topic, indexed, deadline)
+      end)
+
+    reports_by = deadline(info.delivery_timeout + @report_margin_ms)
+
+    results =
+      Enum.flat_map(pending, fn
+        {:sent, token, indexes} ->
+          Enum.zip(indexes, await(info.ref, monitor, token, length(indexes), reports_by))
+
+        {:failed, error, indexes} ->
+          Enum.map(indexes, &{&1, {:error, error}})
+      end)
+
+    Process.demonitor(monitor, [:flush])
+    results
+  end
+
+  defp send_group(_ref, _monitor, _topic, [], _deadline), do: []
+
+  defp send_group(ref, monitor, topic, indexed, deadline) do
+    token = make_ref()
+    {indexes, entries} = Enum.unzip(indexed)
+
+    case :kmq_nif.publisher_send(ref, topic, entries, token) do
+      {:ok, n} when n == length(entries) ->
+        [{:sent, token, indexes}]
+
+      {:ok, n} ->
+        {sent, rest} = Enum.split(indexed, n)
+        head = if n > 0, do: [{:sent, token, Enum.map(sent, &elem(&1, 0))}], else: []
+
+        case await_space(ref, monitor, deadline) do
+          :ok -> head ++ send_group(ref, monitor, topic, rest, deadline)
+          {:error, error} -> head ++ [{:failed, error, Enum.map(rest, &elem(&1, 0))}]
+        end
+
+      {:error, error} ->
+        [{:failed, Error.from_native(error, "publishing to #{inspect(topic)}"), indexes}]
+    end
+  end
+
+  defp await_space(ref, monitor, deadline) do
+    _ = :kmq_nif.publisher_space(ref)
+
+    receive do
+      {:kmq, ^ref, :space} -> :ok
+      {:DOWN, ^monitor, _, _, _} -> {:error, closed()}
+    after
+      left(deadline) -> {:error, full()}
+    end
+  end
+
+  defp full,
+    do:
+      Error.new(
+        :queue_full,
+        "the publisher's local queue had no room in time: is a broker there?",
+        retriable?: true
+      )
+
+  defp await(ref, monitor, token, n, deadline) do
+    receive do
+      {:kmq, ^ref, {:published, ^token, results}} -> Enum.map(results, &result/1)
+      {:DOWN, ^monitor, _, _, _} -> closed_late(ref, token, n)
+    after
+      left(deadline) ->
+        List.duplicate({:error, Error.new(:timeout, "no report in time", retriable?: true)}, n)
+    end
+  end
+
+  # The publisher ended; what it had to report may be in the mailbox already.
+  defp closed_late(ref, token, n) do
+    receive do
+      {:kmq, ^ref, {:published, ^token, results}} -> Enum.map(results, &result/1)
+    after
+      0 -> List.duplicate({:error, closed()}, n)
+    end
+  end
+
+  defp result({:error, error}), do: {:error, Error.from_native(error)}
+  defp result({partition, offset}), do: {:ok, %{partition: partition, offset: offset}}
+
+  defp in_order(results) do
+    ordered = results |> Enum.sort_by(&elem(&1, 0)) |> Enum.map(&elem(&1, 1))
+
+    if Enum.all?(ordered, &match?({:ok, _}, &1)),
+      do: {:ok, Enum.map(ordered, &elem(&1, 1))},
+      else: {:error, ordered}
+  end
+
+  defp report_sync(groups, results, duration) do
+    failed = for {index, {:error, error}} <- results, into: %{}, do: {index, error.reason}
+
+    Enum.each(groups, fn {topic, indexed} ->
+      reasons = for {index, _} <- indexed, reason = failed[index], do: reason
+      published = length(indexed) - length(reasons)
+      measurements = %{count: published, duration: duration}
+      published > 0 && Telemetry.execute([:kmq, :publish], measurements, %{topic: topic})
+      report_failed(topic, reasons)
+    end)
+  end
+
+  defp report_failed(topic, reasons) do
+    Enum.each(Enum.frequencies(reasons), fn {reason, count} ->
+      Telemetry.execute([:kmq, :publish, :error], %{count: count}, %{topic: topic, reason: reason})
+    end)
+  end
+
+  defp deadline(:infinity), do: :infinity
+  defp deadline(timeout), do: System.monotonic_time(:millisecond) + timeout
+
+  defp left(:infinity), do: :infinity
+  defp left(deadline), do: max(deadline - System.monotonic_time(:millisecond), 0)
+
+  # ---- the owner
+
+  @impl true
+  def init({valid, derived}) do
+    Process.flag(:trap_exit, true)
+
+    case :kmq_nif.publisher_open(derived.producer_props, %{idempotent: valid[:acks] == :all}) do
+      {:ok, ref} ->
+        topics = :ets.new(__MODULE__, [:public, read_concurrency: true])
+        info = %{ref: ref, topics: topics, delivery_timeout: valid[:delivery_timeout]}
+        {:ok, _} = Registry.register(Kmq.Registry, {__MODULE__, self()}, info)
+
+        {:ok,
+         %__MODULE__{
+           ref: ref,
+           bootstrap: derived.bootstrap,
+           # Kept as a function: printed state shows no secret.
+           admin_props: fn -> derived.admin_props end,
+           topics: topics
+         }}
+
+      {:error, error} ->
+        {:stop, Error.from_native(error, "the publisher")}
+    end
+  end
+
+  @impl true
+  def handle_call({:topic, topic}, _from, state) do
+    {:reply, check_topic(topic, state), state}
+  end
+
+  def handle_call({:async, topic, entries, deadline}, from, state) do
+    {:noreply,
+     send_queued(%{state | queue: :queue.in({from, deadline, topic, entries, 0}, state.queue)})}
+  end
+
+  def handle_call({:flush, deadline}, from, state) do
+    timer =
+      if deadline != :infinity,
+        do: Process.send_after(self(), {:flush_expired, from}, left(deadline))
+
+    {:noreply, flushed(%{state | flushers: [{from, timer} | state.flushers]})}
+  end
+
+  def handle_call(:queued, _from, state),
+    do: {:reply, :kmq_nif.publisher_queued(state.ref), state}
+
+  @impl true
+  def handle_info({:kmq, ref, :ready}, %{ref: ref} = state) do
+    Enum.each(:kmq_nif.publisher_poll(ref), &event/1)
+    {:noreply, state}
+  end
+
+  def handle_info({:kmq, ref, {:published, topic, results}}, %{ref: ref} = state) do
+    reasons = for {:error, _} = error <- results, {:error, error} = result(error), do: error
+    reasons != [] && report_async(topic, reasons)
+
+    state = %{
+      state
+      | outstanding: state.outstanding - length(results),
+        failed: state.failed + length(reasons)
+    }
+
+    {:noreply, flushed(state)}
+  end
+
+  def handle_info({:kmq, ref, :space}, %{ref: ref} = state) do
+    {:noreply, send_queued(%{state | asking: false})}
+  end
+
+  def handle_info(:expire, state), do: {:noreply, expire(state)}
+
+  def handle_info({:flush_expired, from}, state) do
+    {expired, flushers} = Enum.split_with(state.flushers, &(elem(&1, 0) == from))
+
+    error =
+      Error.new(:timeout, "#{state.outstanding} messages are not reported yet", retriable?: true)
+
+    Enum.each(expired, fn {from, _timer} -> GenServer.reply(from, {:error, error}) end)
+    {:noreply, %{state | flushers: flushers}}
+  end
+
+  def handle_info({:EXIT, _pid, :normal}, state), do: {:noreply, state}
+  def handle_info({:EXIT, _pid, reason}, state), do: {:stop, reason, state}
+
+  def handle_info(message, state) do
+    Logger.warning("kmq: publisher: an unknown message was dropped: #{inspect(message)}")
+    {:noreply, state}
+  end
+
+  @impl true
+  def terminate(_reason, state) do
+    state.outstanding > 0 &&
+      Logger.warning("kmq: publisher closed with #{state.outstanding} messages not reported yet")
+
+    :kmq_nif.publisher_close(state.ref)
+    :ok
+  end
+
+  # Only what exists is remembered: what is missing may be made later.
+  defp check_topic(topic, state) do
+    case Options.Types.topic_problem(topic) do
+      nil ->
+        case Topics.partitions(topic, state.bootstrap, state.admin_props.(), @topic_check_ms) do
+          {:ok, 0} ->
+            {:error,
+             Error.new(
+               :topic_missing,
+               "topic #{inspect(topic)} does not exist; it is not made by publishing to it"
+             )}
+
+          {:ok, _n} ->
+            :ets.insert(state.topics, {topic})
+            :ok
+
+          {:error, error} ->
+            {:error, error}
+        end
+
+      problem ->
+        {:error, Error.new(:invalid_option, "topic #{inspect(topic)} #{problem}")}
+    end
+  end
+
+  # Oldest first, until the queue is full: then one question for space, and everybody behind waits.
+  defp send_queued(%{asking: true} = state), do: state
+
+  defp send_queued(state) do
+    case :queue.out(state.queue) do
+      {:empty, _} ->
+        state
+
+      {{:value, {from, deadline, topic, entries, done}}, queue} ->
+        send_one(state, queue, from, deadline, topic, entries, done)
+    end
+  end
+
+  defp send_one(state, queue, from, deadline, topic, entries, done) do
+    case :kmq_nif.publisher_send(state.ref, topic, entries, topic) do
+      {:ok, n} when n == length(entries) ->
+        GenServer.reply(from, :ok)
+        send_queued(%{state | queue: queue, outstanding: state.outstanding + n})
+
+      {:ok, n} ->
+        rest = {from, deadline, topic, Enum.drop(entries, n), done + n}
+        _ = :kmq_nif.publisher_space(state.ref)
+        deadline != :infinity && Process.send_after(self(), :expire, left(deadline))
+
+        expire(%{
+          state
+          | queue: :queue.in_r(rest, queue),
+            outstanding: state.outstanding + n,
+            asking: true
+        })
+
+      {:error, error} ->
+        GenServer.reply(
+          from,
+          {:error, Error.from_native(error, "publishing to #{inspect(topic)}")}
+        )
+
+        send_queued(%{state | queue: queue})
+    end
+  end
+
+  defp expire(state) do
+    {expired, queue} =
+      state.queue
+      |> :queue.to_list()
+      |> Enum.split_with(fn {_from, deadline, _, _, _} -> left(deadline) == 0 end)
+
+    Enum.each(expired, fn {from, _deadline, _topic, entries, done} ->
+      error = full()
+      text = "#{error.message} #{done} messages were queued, #{length(entries)} were not."
+      GenServer.reply(from, {:error, %{error | message: text}})
+    end)
+
+    %{state | queue: :queue.from_list(queue)}
+  end
+
+  defp flushed(%{flushers: [_ | _], outstanding: 0} = state) do
+    result =
+      if state.failed == 0 do
+        :ok
+      else
+        {:error,
+         Error.new(:kafka, "#{state.failed} messages were not published", retriable?: true)}
+      end
+
+    Enum.each(state.flushers, fn {from, timer} ->
+      timer && Process.cancel_timer(timer)
+      GenServer.reply(from, result)
+    end)
+
+    %{state | flushers: [], failed: 0}
+  end
+
+  defp flushed(state), do: state
+
+  defp report_async(topic, [first | _] = errors) do
+    Logger.error(
+      "kmq: #{length(errors)} messages for #{inspect(topic)} were not published: #{first.message}"
+    )
+
+    report_failed(topic, Enum.map(errors, & &1.reason))
+  end
+
+  defp event({:error, error}) do
+    error = Error.from_native(error, "publisher")
+    Telemetry.execute([:kmq, :error], %{count: 1}, %{handle: :publisher, error: error})
+    Logger.warning("kmq: " <> error.message)
+  end
+
+  defp event({:log, level, text}), do: Logger.log(log_level(level), "kmq: publisher: " <> text)
+  defp event(_other), do: :ok
+
+  # syslog's numbers
+  defp log_level(level) when is_integer(level) and level <= 3, do: :error
+  defp log_level(4), do: :warning
+  defp log_level(level) when level in [5, 6], do: :info
+  defp log_level(level) when is_atom(level), do: level
+  defp log_level(_level), do: :debug
+end

@@ -1,0 +1,510 @@
+defmodule Kmq.Topics do
+  @moduledoc """
+  The topics a queue needs: beside the queue topic its marker topic (`<topic>__<group>__markers`, one for each group) and its
+  dead letter topic (`<topic>__undelivered`).
+
+  A pipeline checks them when it starts, and makes what is missing with `create_topics: true`. The functions here do the
+  same beforehand, for deployments where the application may not create topics:
+
+      Kmq.Topics.create(hosts: [localhost: 9092], topics: ["orders"], group_id: "shop")
+
+  | topic | partitions | settings it is made with |
+  |---|---|---|
+  | marker topic | as the queue topic | `cleanup.policy=delete`, `message.timestamp.type=LogAppendTime`, `min.insync.replicas` and replication as the queue topic, `retention.ms` 1 day or 4 times `:max_processing_time` |
+  | dead letter topic | as the queue topic | replication as the queue topic, `max.message.bytes` 64 KiB above it, `retention.ms` as it |
+
+  Checked are: that all exist; partitions (at least as many as the queue topic's); that the marker topic stamps its records on
+  arrival; that neither it nor (without `:redeliver_to`) the queue topic is compacted. Retention and replication of an existing
+  marker topic are warned about. What the cluster's access control hides is skipped, with a line in the log. No topic is ever
+  made by asking for it.
+  """
+
+  require Logger
+
+  alias Kmq.{Config, Error, Sandbox}
+
+  @timeout_ms 15_000
+  @day_ms 86_400_000
+  # Headers added to a dead letter: count, deliveries, cause, group, origin, error text.
+  @headroom_bytes 65_536
+
+  @typedoc "Partitions of each queue topic."
+  @type partitions :: %{String.t() => pos_integer}
+
+  @doc "The default name of the marker topic of a queue topic and a group."
+  @spec marker_topic(String.t(), String.t()) :: String.t()
+  defdelegate marker_topic(topic, group_id), to: Config, as: :default_marker_topic
+
+  @doc "The default name of the dead letter topic of a queue topic."
+  @spec dead_letter_topic(String.t()) :: String.t()
+  defdelegate dead_letter_topic(topic), to: Config, as: :default_dead_letter_topic
+
+  @doc "Makes the marker and dead letter topics of a pipeline with these options that are missing, and checks all."
+  @spec create(keyword) :: {:ok, partitions} | {:error, Error.t()}
+  def create(options) do
+    with {:ok, config} <- Config.new(options), do: prepare(%{config | create_topics: true})
+  end
+
+  @doc "Checks the topics of a pipeline with these options; makes nothing."
+  @spec check(keyword) :: {:ok, partitions} | {:error, Error.t()}
+  def check(options) do
+    with {:ok, config} <- Config.new(options), do: prepare(%{config | create_topics: false})
+  end
+
+  @doc """
+  Makes an ordinary topic, a queue topic for example. Of the options `:hosts`, `:client_config`, `:kafka_config` say where;
+  `:replication` (default the broker's) and `:config` (`[{"retention.ms", "60000"}]`) how.
+  """
+  @spec create_topic(String.t(), pos_integer, keyword) :: :ok | {:error, Error.t()}
+  def create_topic(topic, partitions, options) do
+    {settings, connection} = Keyword.split(options, [:replication, :config])
+    replication = settings[:replication] || -1
+    config = for {name, value} <- settings[:config] || [], do: {to_string(name), to_string(value)}
+
+    with {:ok, %{admin_props: props, bootstrap: bootstrap}} <- Config.connection(connection) do
+      case sandbox(bootstrap) do
+        {:ok, sandbox} ->
+          Sandbox.create_topic(sandbox, topic, partitions)
+
+        :error ->
+          with_admin(props, bootstrap, fn admin, deadline ->
+            native(
+              :kmq_nif.admin_create_topic(
+                admin,
+                topic,
+                partitions,
+                replication,
+                config,
+                left(deadline)
+              ),
+              "creating #{inspect(topic)}"
+            )
+          end)
+      end
+    end
+  end
+
+  @doc "Deletes a topic and all that is in it."
+  @spec delete_topic(String.t(), keyword) :: :ok | {:error, Error.t()}
+  def delete_topic(topic, connection) do
+    with {:ok, %{admin_props: props, bootstrap: bootstrap}} <- Config.connection(connection) do
+      with_admin(props, bootstrap, fn admin, deadline ->
+        native(
+          :kmq_nif.admin_delete_topic(admin, topic, left(deadline)),
+          "deleting #{inspect(topic)}"
+        )
+      end)
+    end
+  end
+
+  @doc false
+  # Partitions of a topic, 0 = it does not exist.
+  @spec partitions(String.t(), String.t(), Config.props(), pos_integer) ::
+          {:ok, non_neg_integer} | {:error, Error.t()}
+  def partitions(topic, bootstrap, props, timeout_ms) do
+    with_admin(props, bootstrap, timeout_ms, fn admin, deadline ->
+      with {:ok, {n, _replication}} <- ask_partitions(admin, topic, deadline), do: {:ok, n}
+    end)
+  end
+
+  @doc false
+  # All that must be true before a consumer or tracker of this configuration starts: within 15 s, or an error.
+  @spec prepare(Config.t()) :: {:ok, partitions} | {:error, Error.t()}
+  def prepare(%Config{} = config) do
+    with_admin(config.admin_props, config.bootstrap, fn admin, deadline ->
+      with {:ok, kind} <- cluster(admin, config, deadline) do
+        run = %{admin: admin, deadline: deadline, kind: kind, config: config}
+
+        with {:ok, queues} <- queues(run),
+             :ok <- targets(run, queues),
+             :ok <- companions(run, queues),
+             do: {:ok, Map.new(queues, fn {topic, {n, _replication}} -> {topic, n} end)}
+      end
+    end)
+  end
+
+  # ---- the cluster
+
+  # :kafka, :mock (no admin requests, no settings), or {:sandbox, pid}: a mock cluster whose control is in this VM.
+  defp cluster(admin, config, deadline) do
+    case :kmq_nif.admin_cluster_id(admin, left(deadline)) do
+      {:ok, "mockCluster" <> _} ->
+        case sandbox(config.bootstrap) do
+          {:ok, pid} -> {:ok, {:sandbox, pid}}
+          :error -> {:ok, :mock}
+        end
+
+      {:ok, _id} ->
+        {:ok, :kafka}
+
+      {:error, error} ->
+        {:error, unreachable(error, config.bootstrap)}
+    end
+  end
+
+  defp sandbox(bootstrap), do: Sandbox.find(bootstrap)
+
+  defp unreachable(error, bootstrap) do
+    error = Error.from_native(error)
+
+    %{
+      error
+      | reason: :unreachable,
+        retriable?: true,
+        message:
+          "no broker of :hosts (#{bootstrap}) answered: #{error.message}. Is the address right, does a broker listen there, do " <>
+            ":ssl and :sasl of :client_config fit it?"
+    }
+  end
+
+  # ---- queue topics
+
+  defp queues(run) do
+    collect(run.config.topics, fn topic ->
+      case ask_partitions(run.admin, topic, run.deadline) do
+        {:ok, {0, _}} -> {:error, missing_queue(topic, run.config)}
+        {:ok, found} -> with :ok <- queue_settings(run, topic), do: {:ok, {topic, found}}
+        {:error, error} -> {:error, error}
+      end
+    end)
+  end
+
+  defp missing_queue(topic, config) do
+    Error.new(
+      :topic_missing,
+      "topic #{inspect(topic)} (option :topics) does not exist. Create it, for example:\n" <>
+        "  kafka-topics.sh --bootstrap-server #{config.bootstrap} --create --topic #{topic} --partitions 8"
+    )
+  end
+
+  defp queue_settings(run, topic) do
+    target = run.config.redeliver_topics[topic]
+
+    with {:ok, settings} <- settings(run, topic) do
+      cond do
+        not compacted?(settings) ->
+          :ok
+
+        target == topic ->
+          {:error,
+           Error.new(
+             :compacted,
+             "topic #{inspect(topic)} is compacted: a copy for another attempt would make an old value of its key the newest. Name another " <>
+               "topic for copies by :redeliver_to (and list it in :topics)"
+           )}
+
+        true ->
+          :ok
+      end
+    end
+  end
+
+  # A copy goes to the same partition number.
+  defp targets(run, queues) do
+    sizes = Map.new(queues)
+
+    each(run.config.redeliver_topics, fn {topic, target} ->
+      {n, _} = sizes[topic]
+      {target_n, _} = sizes[target]
+
+      if target_n >= n,
+        do: :ok,
+        else: {:error, too_few(:redeliver_to, target, target_n, topic, n)}
+    end)
+  end
+
+  # ---- marker and dead letter topics: missing ones are collected, so that one error prints all commands
+
+  defp companions(run, queues) do
+    markers =
+      for {topic, found} <- queues,
+          do: {:marker_topic, run.config.marker_topics[topic], topic, found}
+
+    dead_letters =
+      queues
+      |> Enum.group_by(fn {topic, _found} -> run.config.dead_letter_topics[topic] end)
+      |> Enum.map(fn {name, sources} ->
+        {topic, found} = Enum.max_by(sources, fn {_topic, {n, _}} -> n end)
+        {:dead_letter_topic, name, topic, found}
+      end)
+
+    with {:ok, results} <- collect(markers ++ dead_letters, &companion(run, &1)) do
+      case for({:missing, kind, command} <- results, do: {kind, command}) do
+        [] -> :ok
+        missing -> {:error, missing_companions(missing)}
+      end
+    end
+  end
+
+  defp companion(run, {_kind, name, topic, {n, _}} = wanted) do
+    with :ok <- before(run, wanted),
+         {:ok, found} <- ask_partitions(run.admin, name, run.deadline) do
+      case found do
+        {0, _} when run.config.create_topics -> create_companion(run, wanted)
+        {0, _} -> missing(run, wanted)
+        {few, _} when few < n and run.config.create_topics -> grow(run, wanted, few)
+        {few, _} when few < n -> {:error, too_few(elem(wanted, 0), name, few, topic, n)}
+        {_enough, replication} -> existing(run, wanted, replication)
+      end
+    end
+  end
+
+  # A mock broker makes a topic of 4 partitions of each question about one: here making comes before asking.
+  defp before(
+         %{kind: {:sandbox, pid}, config: %{create_topics: true}},
+         {_kind, name, _topic, {n, _}}
+       ) do
+    _already_there = Sandbox.create_topic(pid, name, n)
+    :ok
+  end
+
+  defp before(_run, _wanted), do: :ok
+
+  defp create_companion(run, {kind, name, topic, {n, replication}}) do
+    with {:ok, config} <- wanted_settings(run, kind, topic) do
+      Logger.info("kmq: creating #{inspect(name)} with #{n} partitions")
+
+      result =
+        :kmq_nif.admin_create_topic(run.admin, name, n, replication, config, left(run.deadline))
+
+      case native(result, "creating #{inspect(name)}") do
+        # Someone else was faster.
+        {:error, %Error{reason: :topic_already_exists}} -> {:ok, :present}
+        :ok -> {:ok, :present}
+        error -> error
+      end
+    end
+  end
+
+  defp grow(run, {_kind, name, topic, {n, _}}, few) do
+    Logger.info(
+      "kmq: growing #{inspect(name)} from #{few} to #{n} partitions, as many as #{inspect(topic)} has"
+    )
+
+    case run.kind do
+      :kafka ->
+        result = :kmq_nif.admin_create_partitions(run.admin, name, n, left(run.deadline))
+        with :ok <- native(result, "growing #{inspect(name)}"), do: {:ok, :present}
+
+      _mock ->
+        {:error, too_few(:marker_topic, name, few, topic, n)}
+    end
+  end
+
+  defp missing(run, {kind, name, topic, {n, replication}}) do
+    with {:ok, config} <- wanted_settings(run, kind, topic) do
+      command =
+        "  kafka-topics.sh --bootstrap-server #{run.config.bootstrap} --create --topic #{name} --partitions #{n} " <>
+          "--replication-factor #{replication}" <>
+          Enum.map_join(config, fn {k, v} -> " --config #{k}=#{v}" end)
+
+      {:ok, {:missing, {kind, name, topic}, command}}
+    end
+  end
+
+  defp missing_companions(missing) do
+    {{first, _, _}, _} = hd(missing)
+
+    what =
+      Enum.map_join(missing, " and ", fn {{kind, name, topic}, _} ->
+        "the #{word(kind)} topic #{inspect(name)} of #{inspect(topic)}"
+      end)
+
+    commands = Enum.map_join(missing, "\n", &elem(&1, 1))
+
+    reason =
+      if first == :marker_topic, do: :marker_topic_missing, else: :dead_letter_topic_missing
+
+    Error.new(
+      reason,
+      "missing: #{what}. Set create_topics: true, or create with:\n" <> commands
+    )
+  end
+
+  defp word(:marker_topic), do: "marker"
+  defp word(:dead_letter_topic), do: "dead letter"
+  defp word(:redeliver_to), do: "redelivery"
+
+  defp too_few(option, name, few, topic, n) do
+    Error.new(
+      :too_few_partitions,
+      "the #{word(option)} topic #{inspect(name)} (option #{inspect(option)}) has #{few} partitions, #{inspect(topic)} has #{n}: " <>
+        "it needs as many. Grow it with:\n  kafka-topics.sh --alter --topic #{name} --partitions #{n}"
+    )
+  end
+
+  # ---- settings
+
+  defp existing(run, {:dead_letter_topic, _name, _topic, _found}, _replication)
+       when run.kind == :kafka,
+       do: {:ok, :present}
+
+  defp existing(run, {:marker_topic, name, topic, {_n, queue_replication}}, replication)
+       when run.kind == :kafka do
+    with {:ok, settings} <- settings(run, name),
+         :ok <- marker_settings(run.config, name, settings) do
+      keep = retention_ms(run.config)
+      retention = integer(settings["retention.ms"])
+
+      if retention != nil and retention >= 0 and retention < keep do
+        Logger.warning(
+          "kmq: marker topic #{inspect(name)} keeps its records for #{retention} ms only, less than #{keep} ms (1 day or 4 times " <>
+            ":max_processing_time): markers of messages in work may be gone before they are settled"
+        )
+      end
+
+      if replication < queue_replication do
+        Logger.warning(
+          "kmq: marker topic #{inspect(name)} has #{replication} replicas, #{inspect(topic)} has #{queue_replication}: its loss would cost " <>
+            "redeliveries"
+        )
+      end
+
+      {:ok, :present}
+    end
+  end
+
+  defp existing(_run, _wanted, _replication), do: {:ok, :present}
+
+  defp marker_settings(config, name, settings) do
+    cond do
+      compacted?(settings) ->
+        {:error,
+         Error.new(
+           :compacted,
+           "marker topic #{inspect(name)} is compacted (cleanup.policy=#{settings["cleanup.policy"]}): markers would be lost. Set it to delete:\n" <>
+             "  kafka-configs.sh --alter --entity-type topics --entity-name #{name} --add-config cleanup.policy=delete"
+         )}
+
+      settings["message.timestamp.type"] == "CreateTime" and not config.allow_create_time ->
+        {:error,
+         Error.new(
+           :create_time,
+           "marker topic #{inspect(name)} is on CreateTime: deadlines would hang on the clients' clocks. Set it to LogAppendTime:\n" <>
+             "  kafka-configs.sh --alter --entity-type topics --entity-name #{name} --add-config message.timestamp.type=LogAppendTime\n" <>
+             "or accept it by allow_create_time: true"
+         )}
+
+      true ->
+        :ok
+    end
+  end
+
+  defp wanted_settings(run, :marker_topic, topic) do
+    with {:ok, queue} <- settings(run, topic) do
+      {:ok,
+       [
+         {"cleanup.policy", "delete"},
+         {"message.timestamp.type", "LogAppendTime"},
+         {"retention.ms", to_string(retention_ms(run.config))}
+       ] ++ copied(queue, "min.insync.replicas", & &1)}
+    end
+  end
+
+  defp wanted_settings(run, :dead_letter_topic, topic) do
+    with {:ok, queue} <- settings(run, topic) do
+      larger = fn bytes -> to_string((integer(bytes) || 1_048_588) + @headroom_bytes) end
+
+      {:ok,
+       [{"cleanup.policy", "delete"}] ++
+         copied(queue, "min.insync.replicas", & &1) ++
+         copied(queue, "retention.ms", & &1) ++ copied(queue, "max.message.bytes", larger)}
+    end
+  end
+
+  defp copied(settings, name, fun) do
+    case settings[name] do
+      nil -> []
+      value -> [{name, fun.(value)}]
+    end
+  end
+
+  defp retention_ms(config), do: max(@day_ms, 4 * config.max_processing_time)
+  defp compacted?(settings), do: String.contains?(settings["cleanup.policy"] || "", "compact")
+
+  defp integer(nil), do: nil
+
+  defp integer(text) do
+    case Integer.parse(text) do
+      {n, ""} -> n
+      _ -> nil
+    end
+  end
+
+  # The settings of a topic; none on a mock cluster and where access control hides them.
+  defp settings(%{kind: :kafka} = run, topic) do
+    case native(
+           :kmq_nif.admin_topic_config(run.admin, topic, left(run.deadline)),
+           "settings of #{inspect(topic)}"
+         ) do
+      {:ok, list} ->
+        {:ok, Map.new(list)}
+
+      {:error, %Error{reason: reason}}
+      when reason in [:topic_authorization_failed, :cluster_authorization_failed] ->
+        Logger.warning(
+          "kmq: the settings of #{inspect(topic)} are hidden by the cluster's access control: not checked"
+        )
+
+        {:ok, %{}}
+
+      error ->
+        error
+    end
+  end
+
+  defp settings(_run, _topic), do: {:ok, %{}}
+
+  # ---- asking
+
+  defp ask_partitions(admin, topic, deadline) do
+    native(
+      :kmq_nif.admin_partitions(admin, topic, left(deadline)),
+      "asking for topic #{inspect(topic)}"
+    )
+  end
+
+  defp native({:error, error}, context), do: {:error, Error.from_native(error, context)}
+  defp native(result, _context), do: result
+
+  defp with_admin(props, bootstrap, timeout_ms \\ @timeout_ms, fun) do
+    deadline = System.monotonic_time(:millisecond) + timeout_ms
+
+    case :kmq_nif.admin_open(props) do
+      {:ok, admin} ->
+        try do
+          fun.(admin, deadline)
+        after
+          :kmq_nif.admin_close(admin)
+        end
+
+      {:error, error} ->
+        {:error, Error.from_native(error, "a client for #{bootstrap}")}
+    end
+  end
+
+  defp left(deadline), do: max(deadline - System.monotonic_time(:millisecond), 1)
+
+  defp collect(items, fun) do
+    items
+    |> Enum.reduce_while({:ok, []}, fn item, {:ok, acc} ->
+      case fun.(item) do
+        {:ok, value} -> {:cont, {:ok, [value | acc]}}
+        {:error, error} -> {:halt, {:error, error}}
+      end
+    end)
+    |> case do
+      {:ok, acc} -> {:ok, Enum.reverse(acc)}
+      error -> error
+    end
+  end
+
+  defp each(items, fun) do
+    Enum.reduce_while(items, :ok, fn item, :ok ->
+      case fun.(item) do
+        :ok -> {:cont, :ok}
+        error -> {:halt, error}
+      end
+    end)
+  end
+end

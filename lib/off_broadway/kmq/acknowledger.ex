@@ -1,0 +1,188 @@
+defmodule OffBroadway.Kmq.Acknowledger do
+  @moduledoc false
+  # Broadway's acknowledger (its callbacks; no behaviour is named, Broadway may not be there).
+  #
+  #   ack_ref   {nif_ref, handle_pid, policy}, one for each handle: Broadway groups by it, so an ack call holds all it can
+  #   ack_data  {slot, offset, attempt}, or {slot, offset, attempt, on_success, on_failure} once configured (nil = the policy's)
+  #
+  # One pass sorts the messages by what becomes of them, then one call into the ledger for each action (and error text).
+  # It runs in the processor or batcher that called it, with no hop through the producer.
+  #
+  # Nothing here may raise: Broadway would take it for a fault of the pipeline. A settlement that fails is reported by
+  # telemetry and in the log, and the message comes again.
+
+  require Logger
+
+  alias Kmq.{Handle, Reject, Telemetry}
+
+  @typedoc "What becomes of messages: on success, on failure, and the backoff of a plain `:retry`."
+  @type policy :: {on_success :: term, on_failure :: term, Kmq.Backoff.normal()}
+  @type ack_ref :: {reference, pid, policy | :default}
+
+  @default {:ack, :retry, {:exponential, 1_000, 300_000, 2.0, 0.2}}
+
+  @doc "The ack_ref of a handle. It is copied with every message, so the usual policy is an atom."
+  @spec ack_ref(Handle.t(), Kmq.Config.t()) :: ack_ref
+  def ack_ref(handle, config) do
+    policy = {config.on_success, config.on_failure, config.backoff}
+    {handle.ref, handle.pid, if(policy == @default, do: :default, else: policy)}
+  end
+
+  @spec ack(ack_ref, [map], [map]) :: :ok
+  def ack({ref, pid, policy}, successful, failed) do
+    {on_success, _on_failure, _backoff} =
+      policy = if policy == :default, do: @default, else: policy
+
+    handle = %Handle{pid: pid, ref: ref}
+
+    {acked, rest} = succeeded(successful, on_success, [], [])
+    acked != [] && report(Handle.settle(handle, :ack, acked), handle, :ack)
+
+    (rest ++ Enum.map(failed, &failed(&1, policy)))
+    |> Enum.reduce(%{}, &plan(&1, &2, policy))
+    |> Enum.each(fn {action, entries} -> settle(handle, action, entries) end)
+  end
+
+  @spec configure(ack_ref, tuple, keyword) :: {:ok, tuple}
+  def configure(_ack_ref, ack_data, options) do
+    options = Kmq.Options.validate!(options, :configure_ack)
+
+    {slot, offset, attempt, on_success, on_failure} =
+      case ack_data do
+        {slot, offset, attempt} -> {slot, offset, attempt, nil, nil}
+        configured -> configured
+      end
+
+    {:ok,
+     {slot, offset, attempt, options[:on_success] || on_success,
+      options[:on_failure] || on_failure}}
+  end
+
+  # The hot path: plain success of the usual policy is a list of places, everything else a planned message.
+  defp succeeded([], _on_success, acked, rest), do: {acked, rest}
+
+  defp succeeded([message | messages], :ack, acked, rest) do
+    case message.acknowledger do
+      {_, _, {slot, offset, _}} ->
+        succeeded(messages, :ack, [{slot, offset} | acked], rest)
+
+      {_, _, {slot, offset, _, on_success, _}} when on_success in [nil, :ack] ->
+        succeeded(messages, :ack, [{slot, offset} | acked], rest)
+
+      {_, _, {slot, offset, attempt, on_success, _}} ->
+        succeeded(messages, :ack, acked, [{slot, offset, attempt, on_success, nil} | rest])
+    end
+  end
+
+  defp succeeded([message | messages], on_success, acked, rest) do
+    {slot, offset, attempt, own, _} = data(message)
+    planned = {slot, offset, attempt, own || on_success, nil}
+    succeeded(messages, on_success, acked, [planned | rest])
+  end
+
+  defp data(%{acknowledger: {_, _, {slot, offset, attempt}}}),
+    do: {slot, offset, attempt, nil, nil}
+
+  defp data(%{acknowledger: {_, _, data}}), do: data
+
+  # What the reason itself asks for goes before what the message was configured for, that before the pipeline's option.
+  defp failed(message, {_on_success, on_failure, _backoff}) do
+    {slot, offset, attempt, _, own} = data(message)
+
+    case reason(message.status) do
+      {:tagged, disposition, reason} -> {slot, offset, attempt, disposition, reason}
+      {:plain, reason} -> {slot, offset, attempt, own || on_failure, reason}
+    end
+  end
+
+  defp reason({:failed, {:retry, delay} = tag}), do: tagged(tag, {:retry, delay}, nil)
+  defp reason({:failed, {:retry, delay, reason}}), do: tagged(reason, {:retry, delay}, reason)
+  defp reason({:failed, {:reject, reason}}), do: {:tagged, :reject, reason}
+  defp reason({:failed, {:discard, reason}}), do: {:tagged, :discard, reason}
+  defp reason({:failed, %Reject{} = reject}), do: {:tagged, :reject, reject}
+  defp reason({:error, %Reject{} = reject, _stacktrace}), do: {:tagged, :reject, reject}
+  defp reason({:failed, reason}), do: {:plain, reason}
+  defp reason({:error, reason, _stacktrace}), do: {:plain, reason}
+  defp reason({kind, reason, _stacktrace}), do: {:plain, {kind, reason}}
+  defp reason(other), do: {:plain, other}
+
+  # A delay that is none is a reason like any other: the handler meant a retry, the policy knows when.
+  defp tagged(plain, disposition, reason) do
+    case Kmq.Options.Types.disposition(disposition) do
+      {:ok, disposition} ->
+        {:tagged, disposition, reason}
+
+      {:error, message} ->
+        Logger.warning("kmq: a message failed with a delay that is none: " <> message)
+        {:plain, plain}
+    end
+  end
+
+  defp plan({slot, offset, attempt, disposition, reason}, plan, {_, _, backoff}) do
+    case disposition do
+      :noop -> plan
+      :ack -> add(plan, :ack, {slot, offset})
+      :discard -> add(plan, :discard, {slot, offset})
+      :reject -> add(plan, {:rejected, text(reason)}, {slot, offset, 0})
+      :retry -> retry(plan, slot, offset, attempt, backoff, backoff, reason)
+      {:retry, delay} -> retry(plan, slot, offset, attempt, delay, backoff, reason)
+    end
+  end
+
+  defp retry(plan, slot, offset, attempt, delay, backoff, reason) do
+    add(plan, {:failed, text(reason)}, {slot, offset, wait(delay, backoff, attempt, reason)})
+  end
+
+  # A user's function may fail; the message must not hang in work for that.
+  defp wait(delay, backoff, attempt, reason) do
+    Kmq.wait(delay, attempt, reason)
+  rescue
+    exception ->
+      Logger.error("kmq: the backoff function failed: " <> Exception.message(exception))
+      Kmq.wait(backoff, attempt, reason)
+  end
+
+  defp text(nil), do: nil
+  defp text(reason), do: Kmq.reason_text(reason)
+
+  defp add(plan, action, entry), do: Map.update(plan, action, [entry], &[entry | &1])
+
+  defp settle(handle, action, entries) when action in [:ack, :discard] do
+    report(Handle.settle(handle, action, entries), handle, action)
+  end
+
+  defp settle(handle, {cause, text}, entries) do
+    action = if cause == :rejected, do: :reject, else: :retry
+    report(Handle.retry(handle, entries, cause, text), handle, action)
+  end
+
+  defp report(:ok, _handle, _action), do: :ok
+
+  defp report({:error, failed}, handle, action) when is_list(failed) do
+    failed
+    |> Enum.group_by(&elem(&1, 2), &{elem(&1, 0), elem(&1, 1)})
+    |> Enum.each(fn {reason, places} ->
+      shown = Enum.take(places, 10)
+      count = length(places)
+      metadata = %{handle: handle, action: action, reason: reason, offsets: shown}
+      event = if reason == :late, do: [:kmq, :late_ack], else: [:kmq, :ack, :error]
+      Telemetry.execute(event, %{count: count}, metadata)
+
+      Logger.warning(
+        "kmq: #{action} of #{count} messages not taken (#{reason}): they come again. First of them, {slot, offset}: " <>
+          inspect(shown)
+      )
+    end)
+  end
+
+  defp report({:error, reason}, handle, action) do
+    Telemetry.execute([:kmq, :ack, :error], %{count: 1}, %{
+      handle: handle,
+      action: action,
+      reason: reason,
+      offsets: []
+    })
+
+    Logger.warning("kmq: #{action} failed (#{inspect(reason)}): the messages come again")
+  end
+end

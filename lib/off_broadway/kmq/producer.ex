@@ -1,0 +1,336 @@
+defmodule OffBroadway.Kmq.Producer do
+  @moduledoc """
+  A Broadway producer that makes Kafka topics a message queue: every message is acknowledged on its own, in any order;
+  what is not acknowledged in time is delivered again; what keeps failing goes to a dead letter topic.
+
+  ## Example
+
+      defmodule Shop.Orders do
+        use Broadway
+
+        def start_link(_options) do
+          Broadway.start_link(__MODULE__,
+            name: __MODULE__,
+            producer: [
+              module:
+                {OffBroadway.Kmq.Producer,
+                 hosts: [localhost: 9092], topics: ["orders"], group_id: "shop", create_topics: true}
+            ],
+            processors: [default: [concurrency: 50]]
+          )
+        end
+
+        @impl true
+        def handle_message(_processor, message, _context) do
+          case Shop.ship(message.data) do
+            :ok -> message
+            {:error, :busy} -> Broadway.Message.failed(message, {:retry, 5_000})
+            {:error, reason} -> Broadway.Message.failed(message, {:reject, reason})
+          end
+        end
+      end
+
+  ## Options
+
+  #{Kmq.Options.docs(:producer)}
+
+  ## Acknowledgements
+
+  A message that succeeds gets `:on_success` (`:ack`), one that fails gets `:on_failure` (`:retry`):
+
+  | | |
+  |---|---|
+  | `:ack` | done |
+  | `:retry` | delivered again after the `:backoff`; to the dead letter topic once it has failed 1 + `:max_redeliveries` times |
+  | `{:retry, delay}` | the same with ms, a backoff of its own, or a function of attempt and reason that gives ms |
+  | `:reject` | to the dead letter topic now |
+  | `:discard` | dropped, without a dead letter |
+  | `:noop` | nothing: it counts as failed when `:max_processing_time` is over |
+
+  A handler can say so for one message:
+
+    * by the reason of the failure: `Broadway.Message.failed(message, {:retry, 5_000})`, `{:retry, 5_000, reason}`,
+      `{:reject, reason}`, `{:discard, reason}`, or `raise Kmq.Reject, "reason"`
+    * beforehand: `Broadway.Message.configure_ack(message, on_failure: :reject)`
+
+  The reason goes first, then what was configured for the message, then the producer's option. The reason's text is kept
+  in the dead letter's `kmq-error` header.
+
+  Acks go from the processor or batcher straight into the consumer's ledger. One that comes too late (the message was
+  in work for longer than `:max_processing_time`) is reported by `[:kmq, :late_ack]` and in the log, never silently dropped.
+
+  ## Batching
+
+  Nothing of Kafka's order or partitions has to be kept, so batchers are free to build batches as they like. A message waits in
+  a batch at no risk: its consumer renews it, and `:max_processing_time` counts from its hand-out.
+
+  ## Metadata
+
+    * `topic`, `partition`, `offset`, `key`, `ts`, `headers` - as broadway_kafka's, but a null key or value is `nil`
+    * `attempt` - 1 + the failures so far
+    * `deliveries` - how often it has been delivered, this time included
+    * `id` - `{topic, partition, offset, ts}` of its first publication, the same for all copies
+
+  ## Concurrency
+
+  One producer is enough for most pipelines: `producer: [concurrency: 1]` hands out several hundred thousand messages
+  a second. More producers are more members of the consumer group. The number of processors is independent of the number of
+  partitions. Raise the processors' `:max_demand` for short handlers: Broadway's own cost per message halves.
+
+  ## Stopping
+
+  On shutdown nothing more is handed out, the processors finish what they have, then acks and commits are written and the
+  group is left, within Broadway's `:shutdown`. What was fetched and not handed out is left to the next consumer, at no attempt.
+
+  ## Telemetry
+
+  See `Kmq.Telemetry`.
+  """
+
+  require Logger
+
+  alias Kmq.{Config, Error, Handle, Message, Topics}
+  alias OffBroadway.Kmq.Acknowledger
+
+  @compile {:no_warn_undefined, Broadway.Message}
+
+  @reopen_ms 1_000
+  # Broadway kills what is not down in :shutdown; the handle's end must be reported before.
+  @margin_ms 1_000
+  @default_shutdown_ms 30_000
+
+  # The shape of Broadway's message, for hosts without Broadway.
+  @plain %{
+    data: nil,
+    metadata: %{},
+    acknowledger: nil,
+    batcher: :default,
+    batch_key: :default,
+    batch_mode: :bulk,
+    status: :ok
+  }
+
+  # handle nil: not open (yet, or again). demand: what was asked for and not emitted.
+  defstruct [
+    :config,
+    :key,
+    :handle,
+    :monitor,
+    :ack_ref,
+    :template,
+    :shutdown,
+    demand: 0,
+    draining: false
+  ]
+
+  # ---- Broadway.Producer
+
+  @doc false
+  @spec prepare_for_start(module, keyword) :: {[], keyword}
+  def prepare_for_start(_module, broadway) do
+    {module, options} = broadway[:producer][:module]
+    config = Config.new!(options, :producer)
+
+    case Topics.prepare(config) do
+      {:ok, _partitions} -> :ok
+      {:error, error} -> raise error
+    end
+
+    # From here on the options are a struct that shows no secret when it is printed.
+    producer = Keyword.put(broadway[:producer], :module, {module, [config: config]})
+    {[], Keyword.put(broadway, :producer, producer)}
+  end
+
+  @doc false
+  @spec prepare_for_draining(struct) :: {:noreply, [], struct}
+  def prepare_for_draining(state) do
+    state.handle && Handle.drain(state.handle)
+    {:noreply, [], %{state | draining: true}}
+  end
+
+  # ---- GenStage
+
+  @doc false
+  @spec init(keyword) :: {:producer, struct}
+  def init(options) do
+    # Without this terminate/2 would not run, and the group would wait for a session timeout.
+    Process.flag(:trap_exit, true)
+    {broadway, options} = Keyword.pop(options, :broadway, [])
+    config = Keyword.get_lazy(options, :config, fn -> Config.new!(options, :producer) end)
+    name = broadway[:name]
+    index = broadway[:index] || 0
+
+    state = %__MODULE__{
+      config: %{Config.for_index(config, index) | name: name},
+      key: {name || self(), index},
+      template: template(),
+      shutdown: broadway[:shutdown] || @default_shutdown_ms
+    }
+
+    case open(state) do
+      {:ok, state} -> {:producer, state}
+      {:error, error} -> raise error
+    end
+  end
+
+  @doc false
+  @spec handle_demand(pos_integer, struct) :: {:noreply, [map], struct}
+  def handle_demand(demand, state), do: take(%{state | demand: state.demand + demand})
+
+  @doc false
+  @spec handle_info(term, struct) ::
+          {:noreply, [map], struct} | {:stop, term, struct}
+  def handle_info({:kmq, ref, :ready}, %{handle: %{ref: ref}} = state), do: take(state)
+
+  # A fatal error of the client: by now the handle is closed, only a new one helps.
+  def handle_info({:kmq, ref, {:down, %Error{} = error}}, %{handle: %{ref: ref}} = state) do
+    Logger.error("kmq: #{inspect(state.key)}: the consumer ended: #{error.message}")
+    if error.retriable?, do: {:noreply, [], reopen_later(state)}, else: {:stop, error, state}
+  end
+
+  def handle_info({:DOWN, monitor, :process, _pid, reason}, %{monitor: monitor} = state)
+      when monitor != nil do
+    Logger.error("kmq: #{inspect(state.key)}: the consumer's process ended: #{inspect(reason)}")
+    {:noreply, [], reopen_later(state)}
+  end
+
+  def handle_info({:kmq, :reopen}, %{handle: nil, draining: false} = state) do
+    case open(state) do
+      {:ok, state} -> take(state)
+      {:error, error} -> {:stop, error, state}
+    end
+  end
+
+  # Wake-ups of a handle that was replaced.
+  def handle_info({:kmq, _ref, _event}, state), do: {:noreply, [], state}
+  def handle_info({:kmq, :reopen}, state), do: {:noreply, [], state}
+  def handle_info({:EXIT, _pid, _reason}, state), do: {:noreply, [], state}
+
+  def handle_info(message, state) do
+    Logger.warning(
+      "kmq: #{inspect(state.key)}: an unknown message was dropped: #{inspect(message)}"
+    )
+
+    {:noreply, [], state}
+  end
+
+  @doc false
+  @spec handle_cast(term, struct) :: {:noreply, [], struct}
+  def handle_cast(message, state) do
+    Logger.warning("kmq: #{inspect(state.key)}: an unknown cast was dropped: #{inspect(message)}")
+    {:noreply, [], state}
+  end
+
+  @doc false
+  @spec handle_call(term, GenServer.from(), struct) ::
+          {:reply, {:error, :unknown_call}, [], struct}
+  def handle_call(_request, _from, state), do: {:reply, {:error, :unknown_call}, [], state}
+
+  @doc false
+  # An orderly end closes the handle. After a crash it lives on: what is in work is still acknowledged, and the restarted
+  # producer takes it over.
+  @spec terminate(term, struct) :: :ok
+  def terminate(reason, %{handle: %Handle{}} = state) do
+    if orderly?(reason) do
+      timeout = max(min(state.config.drain_timeout, within(state.shutdown)), 0)
+
+      with {:error, error} <- Handle.close(state.handle, timeout) do
+        Logger.warning(
+          "kmq: #{inspect(state.key)}: closed, but not in order: #{inspect(error)}; " <>
+            "what was not written is delivered again"
+        )
+      end
+    end
+
+    :ok
+  end
+
+  def terminate(_reason, _state), do: :ok
+
+  defp orderly?(reason), do: reason in [:normal, :shutdown] or match?({:shutdown, _}, reason)
+
+  defp within(:infinity), do: @default_shutdown_ms
+  defp within(:brutal_kill), do: 0
+  defp within(ms), do: ms - @margin_ms
+
+  # ---- the handle
+
+  # Errors that may pass do not take the pipeline down: it stays and tries again.
+  defp open(state) do
+    case Handle.open(state.config, state.key) do
+      {:ok, handle} ->
+        Handle.attach(handle, self())
+        monitor = Process.monitor(handle.pid)
+        ack_ref = Acknowledger.ack_ref(handle, state.config)
+        {:ok, %{state | handle: handle, monitor: monitor, ack_ref: ack_ref}}
+
+      {:error, %Error{retriable?: true} = error} ->
+        Logger.error("kmq: #{inspect(state.key)}: not open yet: #{error.message}")
+        {:ok, reopen_later(state)}
+
+      {:error, error} ->
+        {:error, error}
+    end
+  end
+
+  defp reopen_later(state) do
+    state.monitor && Process.demonitor(state.monitor, [:flush])
+    Process.send_after(self(), {:kmq, :reopen}, @reopen_ms)
+    %{state | handle: nil, monitor: nil, ack_ref: nil}
+  end
+
+  # ---- messages
+
+  defp take(%{demand: 0} = state), do: {:noreply, [], state}
+  defp take(%{draining: true} = state), do: {:noreply, [], state}
+  defp take(%{handle: nil} = state), do: {:noreply, [], state}
+
+  defp take(%{demand: demand} = state) do
+    {messages, demand} =
+      state.handle
+      |> Handle.take(demand)
+      |> Enum.reverse()
+      |> batches(state.template, state.ack_ref, [], demand)
+
+    {:noreply, messages, %{state | demand: demand}}
+  end
+
+  # From the last batch to the first, so that the list is built once and comes out in order.
+  defp batches([], _template, _ack_ref, messages, demand), do: {messages, demand}
+
+  defp batches([{slot, topic, partition, records} | rest], template, ack_ref, messages, demand) do
+    messages = records(records, slot, topic, partition, template, ack_ref, messages)
+    batches(rest, template, ack_ref, messages, demand - length(records))
+  end
+
+  defp records([], _slot, _topic, _partition, _template, _ack_ref, tail), do: tail
+
+  defp records([record | rest], slot, topic, partition, template, ack_ref, tail) do
+    {offset, ts, key, value, headers, attempt, deliveries, origin} = record
+
+    message = %{
+      template
+      | data: value,
+        metadata: %{
+          topic: topic,
+          partition: partition,
+          offset: offset,
+          key: key,
+          ts: ts,
+          headers: headers,
+          attempt: attempt,
+          deliveries: deliveries,
+          id: Message.id(origin, topic, partition, offset, ts)
+        },
+        acknowledger: {Acknowledger, ack_ref, {slot, offset, attempt}}
+    }
+
+    [message | records(rest, slot, topic, partition, template, ack_ref, tail)]
+  end
+
+  defp template do
+    if Code.ensure_loaded?(Broadway.Message),
+      do: apply(Broadway.Message, :__struct__, []),
+      else: @plain
+  end
+end
