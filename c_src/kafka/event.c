@@ -42,6 +42,10 @@ static bool make_error(rd_kafka_t *rk, rd_kafka_event_t *rkev, kafka_event *even
 {
     event->type = KAFKA_EVENT_ERROR;
     kafka_error_made(&event->error, rk, rd_kafka_event_error(rkev), rd_kafka_event_error_string(rkev));
+    if (rd_kafka_event_error_is_fatal(rkev)) { /* then it already shows the original code, which does not look fatal */
+        event->error.fatal = true;
+        event->error.retriable = false;
+    }
     return copy(event, NULL, event->error.text);
 }
 

@@ -127,22 +127,20 @@ int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t pa
 
 /* ------------------------------------------------------------------ reports and events */
 
+/* The event goes as soon as its last message is read: only then do its messages leave the local queue's limits. */
 static size_t read_dr(kafka_producer *producer, kafka_report *out, size_t max)
 {
     size_t n = 0;
     const rd_kafka_message_t *message;
-    while (n < max) {
-        message = rd_kafka_event_message_next(producer->dr);
-        if (message == NULL) {
-            rd_kafka_event_destroy(producer->dr);
-            producer->dr = NULL;
-            break;
-        }
+    while (n < max && (message = rd_kafka_event_message_next(producer->dr)) != NULL)
         out[n++] = (kafka_report){.opaque = message->_private,
                                   .error = message->err,
                                   .error_name = message->err == RD_KAFKA_RESP_ERR_NO_ERROR ? NULL : rd_kafka_err2name(message->err),
                                   .partition = message->partition,
                                   .offset = message->offset};
+    if (rd_kafka_event_message_count(producer->dr) == 0) {
+        rd_kafka_event_destroy(producer->dr);
+        producer->dr = NULL;
     }
     return n;
 }

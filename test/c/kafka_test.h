@@ -1,0 +1,150 @@
+/* kafka_test - what the tests of the adapter share: a mock cluster, waiting with a limit, wake-up counters. */
+#ifndef KAFKA_TEST_H
+#define KAFKA_TEST_H
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include <librdkafka/rdkafka.h>
+#include <librdkafka/rdkafka_mock.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "kafka.h"
+
+/* A mock cluster in this process, owned by a client of its own. */
+typedef struct cluster {
+    rd_kafka_t *rk;
+    rd_kafka_mock_cluster_t *mock;
+    const char *bootstrap;
+} cluster;
+
+static inline void cluster_start(cluster *c, int brokers)
+{
+    char why[256];
+    c->rk = rd_kafka_new(RD_KAFKA_PRODUCER, rd_kafka_conf_new(), why, sizeof why);
+    assert_non_null(c->rk);
+    c->mock = rd_kafka_mock_cluster_new(c->rk, brokers);
+    assert_non_null(c->mock);
+    c->bootstrap = rd_kafka_mock_cluster_bootstraps(c->mock);
+}
+
+static inline void cluster_stop(cluster *c)
+{
+    rd_kafka_mock_cluster_destroy(c->mock);
+    rd_kafka_destroy(c->rk);
+}
+
+static inline void topic(cluster *c, const char *name, int partitions)
+{
+    assert_int_equal(rd_kafka_mock_topic_create(c->mock, name, partitions, 1), 0);
+}
+
+static inline int64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+static inline void nap_ms(int ms)
+{
+    struct timespec t = {ms / 1000, (ms % 1000) * 1000000L};
+    nanosleep(&t, NULL);
+}
+
+/* Waits until the condition holds; fails the test after seconds. */
+#define EVENTUALLY(seconds, condition)                                                                                             \
+    do {                                                                                                                           \
+        int64_t limit_ms = now_ms() + (int64_t)(seconds)*1000;                                                                     \
+        while (!(condition)) {                                                                                                     \
+            if (now_ms() > limit_ms) fail_msg("not within %d s: %s", (int)(seconds), #condition);                                  \
+            nap_ms(2);                                                                                                             \
+        }                                                                                                                          \
+    } while (0)
+
+typedef struct waker {
+    atomic_int count;
+    atomic_bool off; /* set after the wake-up was switched off: a call then is an error */
+    atomic_int late;
+} waker;
+
+static inline void waker_fn(void *ctx)
+{
+    waker *w = ctx;
+    atomic_fetch_add(&w->count, 1);
+    if (atomic_load(&w->off)) atomic_fetch_add(&w->late, 1);
+}
+
+static inline kafka_wake waker_of(waker *w)
+{
+    return (kafka_wake){.fn = waker_fn, .ctx = w, .fd = -1};
+}
+
+static inline kafka_producer *producer_open(cluster *c, waker *w, bool idempotent)
+{
+    kafka_property props[] = {{"bootstrap.servers", c->bootstrap}, {"linger.ms", "1"}, {"?retry.backoff.ms", "50"}};
+    kafka_wake wake = waker_of(w);
+    kafka_producer *producer = NULL;
+    kafka_error err;
+    if (kafka_producer_open(props, 3, idempotent, w == NULL ? NULL : &wake, &producer, &err) != 0) fail_msg("%s: %s", err.name, err.text);
+    return producer;
+}
+
+/* Reads n reports, however long it takes (10 s); returns how many of them are errors. */
+static inline size_t reports_read(kafka_producer *producer, size_t n)
+{
+    kafka_report report[100];
+    size_t errors = 0;
+    int64_t limit_ms = now_ms() + 10000;
+    while (n > 0) {
+        size_t got = kafka_producer_reports(producer, report, n < 100 ? n : 100);
+        for (size_t i = 0; i < got; i++) errors += report[i].error != 0;
+        n -= got;
+        if (got == 0) nap_ms(1);
+        if (now_ms() > limit_ms) fail_msg("%zu reports missing", n);
+    }
+    return errors;
+}
+
+static inline void fill_partition(cluster *c, const char *name, int32_t partition, int n)
+{
+    kafka_error err;
+    kafka_producer *producer = producer_open(c, NULL, true);
+    kafka_topic *t = kafka_producer_topic(producer, name, &err);
+    for (int i = 0; i < n; i++) {
+        char value[32];
+        int len = snprintf(value, sizeof value, "%d", i);
+        int res = kafka_producer_send(producer, t, partition, NULL, 0, value, (size_t)len, NULL, 0, 0, NULL, &err);
+        assert_int_equal(res, 0);
+    }
+    assert_int_equal(reports_read(producer, (size_t)n), 0);
+    kafka_producer_destroy(producer, NULL, NULL);
+}
+
+static inline kafka_consumer *consumer_open(cluster *c, const char *group, waker *control, waker *records)
+{
+    kafka_property props[] = {{"bootstrap.servers", c->bootstrap}, {"group.id", group}, {"auto.offset.reset", "earliest"},
+                              {"session.timeout.ms", "2000"},      {"heartbeat.interval.ms", "200"}, {"fetch.wait.max.ms", "20"},
+                              {"enable.partition.eof", "true"},    {"partition.assignment.strategy", "roundrobin"}};
+    kafka_wake cw = waker_of(control), rw = waker_of(records);
+    kafka_consumer *consumer = NULL;
+    kafka_error err;
+    if (kafka_consumer_open(props, 8, control == NULL ? NULL : &cw, records == NULL ? NULL : &rw, &consumer, &err) != 0)
+        fail_msg("%s: %s", err.name, err.text);
+    return consumer;
+}
+
+/* Every client is gone, the reaper's too. */
+static inline void assert_nothing_left(void)
+{
+    EVENTUALLY(20, kafka_live() == 0);
+}
+
+#endif
