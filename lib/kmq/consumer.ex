@@ -101,10 +101,8 @@ defmodule Kmq.Consumer do
     name = config.name || self()
     state = %__MODULE__{config: Config.for_index(config, 0), key: {:consumer, name}}
 
-    with {:ok, _partitions} <- Kmq.Topics.prepare(config),
-         {:ok, handle} <- Handle.open(state.config, state.key) do
-      {:ok, attached(state, handle)}
-    else
+    case Handle.open(state.config, state.key) do
+      {:ok, handle} -> {:ok, attached(state, handle)}
       {:error, error} -> {:stop, error}
     end
   end

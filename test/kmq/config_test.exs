@@ -1,0 +1,312 @@
+defmodule Kmq.ConfigTest do
+  use ExUnit.Case, async: true
+
+  alias Kmq.{Config, Error}
+
+  @base [hosts: "localhost:9092", topics: ["orders"], group_id: "shop"]
+
+  defp config(options), do: Config.new!(Keyword.merge(@base, options))
+
+  defp message(options) do
+    {:error, %Error{reason: :invalid_option, message: message}} =
+      Config.new(Keyword.merge(@base, options))
+
+    message
+  end
+
+  defp property(config, list \\ :consumer_props, name) do
+    config |> Map.fetch!(list) |> List.keyfind(name, 0, {name, nil}) |> elem(1)
+  end
+
+  describe "topics" do
+    test "default names" do
+      config = config([])
+      assert config.marker_topics == %{"orders" => "orders__shop__markers"}
+      assert config.dead_letter_topics == %{"orders" => "orders__undelivered"}
+      assert config.redeliver_topics == %{"orders" => "orders"}
+    end
+
+    test "several topics, names by map or one for all" do
+      config =
+        config(
+          topics: ["a", "b"],
+          marker_topic: %{"a" => "ma"},
+          dead_letter_topic: "dead",
+          redeliver_to: %{"a" => "b"}
+        )
+
+      assert config.marker_topics == %{"a" => "ma", "b" => "b__shop__markers"}
+      assert config.dead_letter_topics == %{"a" => "dead", "b" => "dead"}
+      assert config.redeliver_topics == %{"a" => "b", "b" => "b"}
+    end
+
+    test "a topic of copies has the dead letter topic of its source" do
+      config = config(topics: ["a", "copies"], redeliver_to: %{"a" => "copies"})
+      assert config.dead_letter_topics == %{"a" => "a__undelivered", "copies" => "a__undelivered"}
+    end
+
+    test "names that a group id makes impossible name the option to set" do
+      assert message(group_id: "my shop") ==
+               "the marker topic of \"orders\" and group \"my shop\", \"orders__my shop__markers\", has characters Kafka does not take in " <>
+                 "a topic's name (letters, digits, dot, _ and - only): name one by :marker_topic"
+
+      assert message(group_id: String.duplicate("g", 240)) =~
+               "is 257 characters long, Kafka takes 249: name one by :marker_topic"
+
+      assert config(group_id: "my shop", marker_topic: "m").marker_topics == %{"orders" => "m"}
+
+      assert message(topics: [String.duplicate("q", 240)], marker_topic: "m") =~
+               ": name one by :dead_letter_topic"
+    end
+
+    test "circles are refused" do
+      assert message(dead_letter_topic: "orders") ==
+               "invalid value for :dead_letter_topic option: \"orders\" is one of :topics, dead letters would come round again"
+
+      assert message(dead_letter_topic: "orders__shop__markers") ==
+               "invalid value for :dead_letter_topic option: \"orders__shop__markers\" is a marker topic"
+
+      assert message(marker_topic: "orders") ==
+               "invalid value for :marker_topic option: \"orders\" is one of :topics"
+
+      assert message(topics: ["a", "b"], marker_topic: "m") =~ "cannot share \"m\", give a map"
+
+      assert message(topics: ["orders__undelivered"]) ==
+               "\"orders__undelivered\" is a dead letter topic itself: name another topic for what fails again by :dead_letter_topic"
+
+      assert config(topics: ["orders__undelivered"], dead_letter_topic: "given_up").topics == [
+               "orders__undelivered"
+             ]
+
+      assert message(redeliver_to: "elsewhere") ==
+               "invalid value for :redeliver_to option: \"elsewhere\" must be one of :topics, or nobody reads the copies"
+
+      assert message(marker_topic: %{"x" => "m"}) ==
+               "invalid value for :marker_topic option: \"x\" is not one of :topics"
+    end
+  end
+
+  describe "properties" do
+    test "defaults" do
+      config = config([])
+
+      for {name, value} <- [
+            {"bootstrap.servers", "localhost:9092"},
+            {"client.id", "kmq-shop"},
+            {"group.id", "shop"},
+            {"session.timeout.ms", "30000"},
+            {"heartbeat.interval.ms", "5000"},
+            {"max.poll.interval.ms", "40000"},
+            {"partition.assignment.strategy", "roundrobin"},
+            {"auto.offset.reset", "error"},
+            {"fetch.wait.max.ms", "1000"},
+            {"fetch.min.bytes", "1"},
+            {"fetch.message.max.bytes", "1048576"},
+            {"socket.nagle.disable", "true"},
+            {"security.protocol", nil}
+          ] do
+        assert {name, property(config, name)} == {name, value}
+      end
+
+      assert property(config, :admin_props, "group.id") == "shop"
+      assert property(config, :producer_props, "linger.ms") == "0"
+      assert property(config, :tracker_props, "bootstrap.servers") == "localhost:9092"
+      assert property(config, :tracker_props, "group.id") == nil
+    end
+
+    test "broadway_kafka's names" do
+      config =
+        config(
+          group_config: [
+            session_timeout_seconds: 10,
+            heartbeat_rate_seconds: 2,
+            rebalance_timeout_seconds: 90,
+            group_instance_id: "w",
+            offset_commit_interval_seconds: 5
+          ],
+          fetch_config: [min_bytes: 2, max_bytes: 3, max_wait_time: 4],
+          client_config: [client_id_prefix: "p-", connect_timeout: 5_000, request_timeout: 6_000]
+        )
+
+      for {name, value} <- [
+            {"session.timeout.ms", "10000"},
+            {"heartbeat.interval.ms", "2000"},
+            {"max.poll.interval.ms", "90000"},
+            {"group.instance.id", "w"},
+            {"fetch.min.bytes", "2"},
+            {"fetch.message.max.bytes", "3"},
+            {"fetch.wait.max.ms", "4"},
+            {"client.id", "p-kmq-shop"},
+            {"socket.connection.setup.timeout.ms", "5000"},
+            {"socket.timeout.ms", "6000"}
+          ] do
+        assert {name, property(config, name)} == {name, value}
+      end
+
+      assert config.commit_interval == 5_000
+      assert property(Config.for_index(config, 3), "group.instance.id") == "w-3"
+
+      assert message(group_config: [session_timeout_seconds: 5]) ==
+               "invalid value for :heartbeat_rate_seconds option of :group_config: it must be below :session_timeout_seconds (5), got: 5"
+    end
+
+    test "kafka_config comes last, by kind of client" do
+      config =
+        config(
+          kafka_config: [
+            common: ["socket.nagle.disable": false],
+            consumer: [{"queued.min.messages", 7}],
+            producer: %{"linger.ms" => 1.5},
+            tracker: [{"fetch.min.bytes", 9}]
+          ]
+        )
+
+      assert property(config, "socket.nagle.disable") == "false"
+      assert property(config, "queued.min.messages") == "7"
+      assert property(config, :producer_props, "linger.ms") == "1.5"
+      assert property(config, :tracker_props, "fetch.min.bytes") == "9"
+      assert property(config, :tracker_props, "queued.min.messages") == nil
+
+      assert config.consumer_props
+             |> Enum.map(&elem(&1, 0))
+             |> Enum.frequencies()
+             |> Map.values()
+             |> Enum.uniq() == [1]
+    end
+
+    test "kafka_config cannot take the ground from under the guarantees" do
+      assert message(kafka_config: [common: ["group.id": "x"]]) ==
+               "invalid value for :kafka_config option: group.id cannot be set here: use :group_id"
+
+      assert message(
+               kafka_config: [consumer: ["partition.assignment.strategy": "cooperative-sticky"]]
+             ) ==
+               "invalid value for :kafka_config option: partition.assignment.strategy: cooperative-sticky is not there yet; this version has " <>
+                 "roundrobin and range"
+
+      assert message(kafka_config: [all: []]) ==
+               "invalid value for :kafka_config option: unknown group :all, expected :common, :consumer, :producer or :tracker"
+    end
+  end
+
+  describe "TLS and SASL" do
+    test "peers are verified by default" do
+      config = config(client_config: [ssl: true])
+      assert property(config, "security.protocol") == "ssl"
+      assert property(config, "enable.ssl.certificate.verification") == "true"
+      assert property(config, "ssl.endpoint.identification.algorithm") == "https"
+    end
+
+    test "Erlang's options" do
+      config =
+        config(
+          client_config: [
+            ssl: [
+              cacertfile: "ca.pem",
+              certfile: ~c"c.pem",
+              keyfile: "k.pem",
+              password: "pw",
+              verify: :verify_none
+            ],
+            sasl: {:scram_sha_512, "u", "p"}
+          ]
+        )
+
+      for {name, value} <- [
+            {"security.protocol", "sasl_ssl"},
+            {"ssl.ca.location", "ca.pem"},
+            {"ssl.certificate.location", "c.pem"},
+            {"ssl.key.location", "k.pem"},
+            {"ssl.key.password", "pw"},
+            {"enable.ssl.certificate.verification", "false"},
+            {"ssl.endpoint.identification.algorithm", "none"},
+            {"sasl.mechanism", "SCRAM-SHA-512"},
+            {"sasl.username", "u"},
+            {"sasl.password", "p"}
+          ],
+          list <- [:consumer_props, :producer_props, :tracker_props, :admin_props] do
+        assert {name, property(config, list, name)} == {name, value}
+      end
+    end
+
+    test "user and password from a file" do
+      path = Path.join(System.tmp_dir!(), "kmq-sasl-#{System.unique_integer([:positive])}")
+      File.write!(path, "someone\nsecret\n")
+      on_exit(fn -> File.rm(path) end)
+      config = config(client_config: [sasl: {:plain, path}])
+      assert property(config, "security.protocol") == "sasl_plaintext"
+      assert property(config, "sasl.username") == "someone"
+      assert property(config, "sasl.password") == "secret"
+      assert message(client_config: [sasl: {:plain, path <> "-"}]) =~ "no such file or directory"
+    end
+
+    test "what does not map names the property to use" do
+      assert message(client_config: [ssl: [ciphers: []]]) ==
+               "invalid value for :ssl option of :client_config: :ciphers cannot be passed on, use kafka_config: [common: [\"ssl.cipher.suites\": ...]]"
+
+      assert message(client_config: [ssl: [depth: 3]]) =~ ":depth has no twin in librdkafka"
+
+      assert message(client_config: [ssl: [server_name_indication: ~c"x"]]) =~
+               ":server_name_indication takes :disable only"
+
+      assert message(client_config: [sasl: {:oauthbearer, fn -> :ok end}]) =~ "is not there yet"
+      assert message(client_config: [sasl: {:callback, Mod, []}]) =~ "is brod's; use kafka_config"
+    end
+
+    test "secrets show in no message and no inspect" do
+      refute message(client_config: [sasl: {:gssapi, "u", "hunter2"}]) =~ "hunter2"
+      refute message(client_config: [sasl: "hunter2"]) =~ "hunter2"
+      refute message(client_config: [ssl: [password: :hunter2]]) =~ "hunter2"
+
+      config =
+        config(
+          client_config: [sasl: {:plain, "u", "hunter2"}],
+          kafka_config: [common: ["sasl.password": "hunter2"]]
+        )
+
+      refute inspect(config, limit: :infinity) =~ "hunter2"
+      refute inspect(%{state: config}, limit: :infinity, pretty: true) =~ "hunter2"
+      refute Exception.message(Error.new(:kafka, "x")) =~ "hunter2"
+    end
+  end
+
+  test "options without a twin are taken and said to do nothing" do
+    log =
+      ExUnit.CaptureLog.capture_log(fn ->
+        config(
+          receive_interval: 100,
+          shared_client: true,
+          group_config: [rejoin_delay_seconds: 1],
+          client_config: [query_api_versions: true]
+        )
+      end)
+
+    assert log =~
+             "these options do nothing here: :receive_interval, :shared_client, :rejoin_delay_seconds of :group_config, " <>
+               ":query_api_versions of :client_config"
+  end
+
+  test "bad options raise in the bang variant" do
+    assert_raise ArgumentError, "unknown option :leese, did you mean :lease?", fn ->
+      config(leese: 1)
+    end
+  end
+
+  test "publisher" do
+    assert {:ok, valid, derived} =
+             Config.publisher(
+               hosts: "h:1",
+               queue_bytes: 2_048,
+               kafka_config: [producer: ["linger.ms": 7]]
+             )
+
+    assert valid[:acks] == :all
+    props = Map.new(derived.producer_props)
+    assert props["partitioner"] == "murmur2_random"
+    assert props["queue.buffering.max.kbytes"] == "2"
+    assert props["linger.ms"] == "7"
+
+    assert {:error, %Error{message: "unknown option :topics, " <> _}} =
+             Config.publisher(hosts: "h:1", topics: [])
+  end
+end

@@ -1,0 +1,37 @@
+defmodule Kmq.ErrorTest do
+  use ExUnit.Case, async: true
+
+  alias Kmq.Error
+
+  doctest Kmq.Error
+
+  test "Kafka's names become reasons, unknown ones no atoms" do
+    assert %Error{
+             reason: :transport,
+             name: "_TRANSPORT",
+             code: -195,
+             retriable?: true,
+             fatal?: false,
+             message: "publishing: broker down (_TRANSPORT)"
+           } = Error.from_native({"_TRANSPORT", -195, true, false, "broker down"}, "publishing")
+
+    assert Error.from_native({"TOPIC_ALREADY_EXISTS", 36, false, false, ""}).reason ==
+             :topic_already_exists
+
+    assert %Error{reason: :kafka, name: "BRAND_NEW_ERROR"} =
+             Error.from_native({"BRAND_NEW_ERROR", 999, false, false, ""})
+  end
+
+  test "other shapes" do
+    assert %Error{reason: :closed, message: "the publisher: it is closed"} =
+             Error.from_native(:closed, "the publisher")
+
+    assert %Error{reason: :bad_frame, message: "too long"} =
+             Error.from_native({:bad_frame, "too long"})
+
+    error = Error.new(:timeout, "late", retriable?: true)
+    assert Error.from_native(error, "context") == error
+    assert Exception.message(error) == "late"
+    assert_raise Error, "late", fn -> raise error end
+  end
+end
