@@ -1,0 +1,64 @@
+/* client - the clients of the helper threads: what blocks. Each belongs to one thread, is opened when first needed and opened anew
+ * after it could not be; it lives as long as the process. */
+#include "tracker.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct thread_keep {
+    const tracker_config *config; /* does not change once threads run */
+    kafka_admin *group, *tracker;
+    kafka_reader *reader;
+} thread_keep;
+
+void *tracker_thread_new(const tracker_config *config)
+{
+    thread_keep *keep = tracker_alloc(sizeof *keep);
+    keep->config = config;
+    return keep;
+}
+
+static kafka_property *props_of(const tracker_config *config, const kafka_property *before, size_t n_before, const char *group, size_t *n)
+{
+    kafka_property *props = tracker_alloc((config->n_props + n_before + 1) * sizeof *props);
+    if (n_before) memcpy(props, before, n_before * sizeof *props);
+    memcpy(props + n_before, config->props, config->n_props * sizeof *props);
+    *n = n_before + config->n_props;
+    if (group) props[(*n)++] = (kafka_property){"group.id", group};
+    return props;
+}
+
+static kafka_admin *admin(kafka_admin **kept, const tracker_config *config, const char *group, kafka_error *err)
+{
+    size_t n;
+    if (*kept) return *kept;
+    kafka_property *props = props_of(config, NULL, 0, group, &n);
+    if (kafka_admin_open(props, n, kept, err) != KAFKA_OK) *kept = NULL;
+    free(props);
+    return *kept;
+}
+
+kafka_admin *tracker_group_admin(void *thread, kafka_error *err)
+{
+    thread_keep *keep = thread;
+    return admin(&keep->group, keep->config, keep->config->group, err);
+}
+
+kafka_admin *tracker_tracker_admin(void *thread, kafka_error *err)
+{
+    thread_keep *keep = thread;
+    return admin(&keep->tracker, keep->config, keep->config->tracker_group, err);
+}
+
+kafka_reader *tracker_reader(void *thread, kafka_error *err)
+{
+    static const kafka_property ours[] = {{"socket.nagle.disable", "true"}, {"fetch.wait.max.ms", "50"}, {"queued.min.messages", "10000"},
+                                          {"queued.max.messages.kbytes", "16384"}};
+    thread_keep *keep = thread;
+    size_t n;
+    if (keep->reader) return keep->reader;
+    kafka_property *props = props_of(keep->config, ours, sizeof ours / sizeof ours[0], NULL, &n);
+    if (kafka_reader_open(props, n, &keep->reader, err) != KAFKA_OK) keep->reader = NULL;
+    free(props);
+    return keep->reader;
+}

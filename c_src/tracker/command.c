@@ -1,0 +1,271 @@
+/* command - the protocol of the tracker, {packet, 4} frames of external terms on stdin and (privately kept) stdout.
+ *
+ *   first frame     {0, {ready, 1}}                              1 = the protocol's version
+ *   in              {Id, Command, Args}                          Id: an integer > 0
+ *   out             {Id, Reply}                                  one for each command, in any order
+ *                   {0, {event, Name, #{...}}}                   unsolicited
+ *
+ *   configure       #{props := [{Name, Value}],                  librdkafka's properties; secrets travel here, never in argv
+ *                     group := Bin, tracker_group := Bin, queues := [#{topic := Bin, markers := Bin, dead_letters := Bin, copies := Bin}],
+ *                     format => range | kmq, max_redeliveries => N, count_header => Bin, rate => N}
+ *                                                                -> ok | {error, already_configured | {badarg, Field}}
+ *   info            _                                            -> #{state, uptime_ms, partitions => [#{...}], ...}
+ *   ping            _                                            -> pong
+ *   stop            _                                            -> ok, when commits are made and the group is left; then wait for exit
+ *   anything else                                                -> {error, unknown_command}
+ *
+ *   Names of events and what they carry: events in loop.c, redeliver.c, part.c; listed in ARCHITECTURE.md.
+ *   Options that are not known are skipped. A frame that is not a command ends the program (status 1, a line on stderr). */
+#include "command.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "term.h"
+
+enum { NAME_MAX_BYTES = MAXATOMLEN_UTF8, PROPS_MAX = 10000, QUEUES_MAX = 10000 };
+
+int tracker_command_decode(const uint8_t *frame, size_t len, tracker_command *out)
+{
+    if (!tracker_term_check(frame, len)) return -1;
+    const char *bytes = (const char *)frame;
+    int at = 0, version, arity;
+    long long id;
+    char name[NAME_MAX_BYTES];
+    if (ei_decode_version(bytes, &at, &version) || ei_decode_tuple_header(bytes, &at, &arity) || arity != 3) return -1;
+    if (ei_decode_longlong(bytes, &at, &id) || id <= 0) return -1;
+    if (ei_decode_atom_as(bytes, &at, name, sizeof name, ERLANG_UTF8, NULL, NULL)) return -1;
+    static const struct { const char *name; tracker_verb verb; } verbs[] = {
+        {"configure", TRACKER_CONFIGURE}, {"info", TRACKER_INFO}, {"ping", TRACKER_PING}, {"stop", TRACKER_STOP},
+    };
+    *out = (tracker_command){.id = id, .verb = TRACKER_UNKNOWN, .args = bytes, .at = at};
+    for (size_t i = 0; i < sizeof verbs / sizeof verbs[0]; i++)
+        if (strcmp(name, verbs[i].name) == 0) out->verb = verbs[i].verb;
+    return 0;
+}
+
+/* ------------------------------------------------------------------ configure */
+
+/* A binary without NUL as an owned string; NULL when it is something else. */
+static char *take_text(const char *bytes, int *at)
+{
+    int type, size;
+    if (ei_get_type(bytes, at, &type, &size) || type != ERL_BINARY_EXT) return NULL;
+    char *text = malloc((size_t)size + 1);
+    long n;
+    if (!text) return NULL;
+    if (ei_decode_binary(bytes, at, text, &n) || memchr(text, 0, (size_t)n)) {
+        free(text);
+        return NULL;
+    }
+    text[n] = 0;
+    return text;
+}
+
+static bool set_text(const char *bytes, int *at, char **field)
+{
+    char *text = take_text(bytes, at);
+    if (!text) return false;
+    free(*field);
+    *field = text;
+    return true;
+}
+
+static bool set_number(const char *bytes, int *at, int64_t *field)
+{
+    long long number;
+    if (ei_decode_longlong(bytes, at, &number) || number < 0) return false;
+    *field = number;
+    return true;
+}
+
+/* A proper list of at most `most`; leaves `at` at the first element. An empty one is nil and has no tail. */
+static int list_begin(const char *bytes, int *at, int most)
+{
+    int n;
+    if (ei_decode_list_header(bytes, at, &n) || n > most) return -1;
+    return n;
+}
+
+static bool list_end(const char *bytes, int *at, int n)
+{
+    int tail;
+    return n == 0 || (ei_decode_list_header(bytes, at, &tail) == 0 && tail == 0);
+}
+
+static bool set_props(const char *bytes, int *at, tracker_config *config)
+{
+    if (config->props) return false;
+    int n = list_begin(bytes, at, PROPS_MAX);
+    if (n < 0) return false;
+    config->props = calloc((size_t)n + 1, sizeof *config->props);
+    if (!config->props) return false;
+    for (int i = 0; i < n; i++) {
+        int arity;
+        if (ei_decode_tuple_header(bytes, at, &arity) || arity != 2) return false;
+        kafka_property *p = &config->props[config->n_props++];
+        if (!(p->name = take_text(bytes, at)) || !(p->value = take_text(bytes, at))) return false;
+    }
+    return list_end(bytes, at, n);
+}
+
+static bool key_of(const char *bytes, int *at, char key[NAME_MAX_BYTES])
+{
+    return ei_decode_atom_as(bytes, at, key, NAME_MAX_BYTES, ERLANG_UTF8, NULL, NULL) == 0;
+}
+
+static bool set_queue(const char *bytes, int *at, tracker_queue_config *queue)
+{
+    int pairs;
+    if (ei_decode_map_header(bytes, at, &pairs)) return false;
+    for (int i = 0; i < pairs; i++) {
+        char key[NAME_MAX_BYTES];
+        if (!key_of(bytes, at, key)) return false;
+        char **field = strcmp(key, "topic") == 0          ? &queue->topic
+                       : strcmp(key, "markers") == 0      ? &queue->markers
+                       : strcmp(key, "dead_letters") == 0 ? &queue->dead_letters
+                       : strcmp(key, "copies") == 0       ? &queue->copies
+                                                          : NULL;
+        if (field ? !set_text(bytes, at, field) : ei_skip_term(bytes, at) != 0) return false;
+    }
+    return queue->topic && queue->markers && queue->dead_letters && queue->copies;
+}
+
+static bool set_queues(const char *bytes, int *at, tracker_config *config)
+{
+    if (config->queues) return false;
+    int n = list_begin(bytes, at, QUEUES_MAX);
+    if (n <= 0) return false;
+    config->queues = calloc((size_t)n, sizeof *config->queues);
+    if (!config->queues) return false;
+    for (int i = 0; i < n; i++) {
+        config->n_queues++;
+        if (!set_queue(bytes, at, &config->queues[i])) return false;
+    }
+    return list_end(bytes, at, n);
+}
+
+static bool set_format(const char *bytes, int *at, tracker_config *config)
+{
+    char name[NAME_MAX_BYTES];
+    if (!key_of(bytes, at, name)) return false;
+    config->kmq_format = strcmp(name, "kmq") == 0;
+    return config->kmq_format || strcmp(name, "range") == 0;
+}
+
+const char *tracker_config_decode(const tracker_command *command, tracker_config *config)
+{
+    const char *bytes = command->args, *wrong = "args";
+    int at = command->at, pairs;
+    *config = (tracker_config){.max_redeliveries = 3, .rate = 10000};
+    if (ei_decode_map_header(bytes, &at, &pairs)) return wrong;
+    for (int i = 0; i < pairs; i++) {
+        char key[NAME_MAX_BYTES];
+        wrong = "args";
+        if (!key_of(bytes, &at, key)) goto fail;
+        bool ok;
+        if (strcmp(key, "props") == 0) wrong = "props", ok = set_props(bytes, &at, config);
+        else if (strcmp(key, "group") == 0) wrong = "group", ok = set_text(bytes, &at, &config->group);
+        else if (strcmp(key, "tracker_group") == 0) wrong = "tracker_group", ok = set_text(bytes, &at, &config->tracker_group);
+        else if (strcmp(key, "count_header") == 0) wrong = "count_header", ok = set_text(bytes, &at, &config->count_header);
+        else if (strcmp(key, "format") == 0) wrong = "format", ok = set_format(bytes, &at, config);
+        else if (strcmp(key, "max_redeliveries") == 0) wrong = "max_redeliveries", ok = set_number(bytes, &at, &config->max_redeliveries);
+        else if (strcmp(key, "rate") == 0) wrong = "rate", ok = set_number(bytes, &at, &config->rate);
+        else if (strcmp(key, "queues") == 0) wrong = "queues", ok = set_queues(bytes, &at, config);
+        else ok = ei_skip_term(bytes, &at) == 0;
+        if (!ok) goto fail;
+    }
+    if (!config->count_header) {
+        config->count_header = malloc(sizeof "kmq-redelivery-count");
+        if (config->count_header) memcpy(config->count_header, "kmq-redelivery-count", sizeof "kmq-redelivery-count");
+    }
+    wrong = !config->props           ? "props"
+            : !config->group         ? "group"
+            : !config->tracker_group ? "tracker_group"
+            : !config->queues        ? "queues"
+            : !config->count_header  ? "count_header"
+                                     : NULL;
+    if (!wrong) return NULL;
+fail:
+    tracker_config_free(config);
+    return wrong;
+}
+
+void tracker_config_free(tracker_config *config)
+{
+    for (size_t i = 0; i < config->n_props; i++) {
+        free((void *)(uintptr_t)config->props[i].name);
+        free((void *)(uintptr_t)config->props[i].value);
+    }
+    for (size_t i = 0; i < config->n_queues; i++) {
+        free(config->queues[i].topic);
+        free(config->queues[i].markers);
+        free(config->queues[i].dead_letters);
+        free(config->queues[i].copies);
+    }
+    free(config->props);
+    free(config->queues);
+    free(config->group);
+    free(config->tracker_group);
+    free(config->count_header);
+    *config = (tracker_config){0};
+}
+
+/* ------------------------------------------------------------------ out
+ * A failed ei_x_encode_* means no memory; the state is rebuilt from the marker topic, so the program ends instead of limping. */
+
+static void need(int rc)
+{
+    if (rc) abort();
+}
+
+void tracker_put_atom(ei_x_buff *out, const char *atom) { need(ei_x_encode_atom_len(out, atom, (int)strlen(atom))); }
+void tracker_put_int(ei_x_buff *out, int64_t number) { need(ei_x_encode_longlong(out, number)); }
+void tracker_put_bytes(ei_x_buff *out, const void *bytes, size_t n) { need(ei_x_encode_binary(out, bytes, (int)n)); }
+
+void tracker_put_text(ei_x_buff *out, const char *text)
+{
+    if (text) tracker_put_bytes(out, text, strlen(text));
+    else tracker_put_atom(out, "nil");
+}
+
+void tracker_pair_atom(ei_x_buff *out, const char *key, const char *atom)
+{
+    tracker_put_atom(out, key);
+    tracker_put_atom(out, atom);
+}
+
+void tracker_pair_int(ei_x_buff *out, const char *key, int64_t number)
+{
+    tracker_put_atom(out, key);
+    tracker_put_int(out, number);
+}
+
+void tracker_pair_text(ei_x_buff *out, const char *key, const char *text)
+{
+    tracker_put_atom(out, key);
+    tracker_put_text(out, text);
+}
+
+static void begin(ei_x_buff *out)
+{
+    out->index = 0;
+    need(ei_x_encode_version(out));
+    need(ei_x_encode_tuple_header(out, 2));
+}
+
+void tracker_reply_begin(ei_x_buff *out, int64_t id)
+{
+    begin(out);
+    tracker_put_int(out, id);
+}
+
+void tracker_event_begin(ei_x_buff *out, const char *name, int pairs)
+{
+    begin(out);
+    tracker_put_int(out, 0);
+    need(ei_x_encode_tuple_header(out, 3));
+    tracker_put_atom(out, "event");
+    tracker_put_atom(out, name);
+    need(ei_x_encode_map_header(out, pairs));
+}

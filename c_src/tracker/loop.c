@@ -1,0 +1,909 @@
+/* loop - the tracker's event loop: one thread, one poll(), everything else beside it.
+ *
+ *   poll( stdin, stdout when frames wait, signal, consumer control, marker records, producer, helper threads; timeout = next deadline )
+ *
+ *   IDLE --configure--> CHECKING --topics exist--> RUNNING <--> REVOKING        REVOKE: new copies stop; those under way, their ENDs
+ *     |                    |                        |    |                      and the commit are waited for, bounded; then unassign
+ *     +--------- EOF, SIGTERM, stop ----------------+----+--> STOPPING --> CLOSING --> ENDED
+ *
+ * The end takes less than 2 s in every state: each step has its own limit, alarm() stands behind them, and no helper thread is
+ * waited for. Order within a turn: input, then what Kafka says, then decisions, then output; ENDs of the turn are coalesced.
+ * Assignment: the tracker group's commits and the log's bounds are asked for by a helper thread; where the commit is outside the
+ * log, that is told (`marker_gap`) and reading begins at the log's start. */
+#include "tracker.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum {
+    OUT_BYTES = 8 << 20, OUT_HIGH = 4 << 20, SUMS_MS = 100, REVOKE_MS = 5000, REVOKE_COMMIT_MS = 2000, STOP_MS = 700, STOP_COMMIT_MS = 400,
+    CLOSE_MS = 400, LAST_WORDS_MS = 100, RETRY_MS = 1000
+};
+
+void tracker_no_memory(void)
+{
+    fputs("kmq_tracker: out of memory\n", stderr);
+    _exit(3);
+}
+
+void *tracker_alloc(size_t size)
+{
+    void *p = calloc(1, size ? size : 1);
+    if (!p) tracker_no_memory();
+    return p;
+}
+
+int64_t tracker_now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* ------------------------------------------------------------------ events */
+
+void tracker_event_send(tracker *t)
+{
+    /* Events are dropped when nobody reads them; replies are not: input is not read meanwhile. */
+    frame_out_put(&t->out, t->scratch.buff, (size_t)t->scratch.index);
+}
+
+void tracker_part_event(tracker *t, const char *name, const tracker_part *part, int more_pairs)
+{
+    tracker_event_begin(&t->scratch, name, 2 + more_pairs);
+    tracker_pair_text(&t->scratch, "topic", part->queue->topic);
+    tracker_pair_int(&t->scratch, "partition", part->partition);
+}
+
+void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char *topic, int32_t partition, const char *format, ...)
+{
+    char text[1024];
+    if (*last_ms && t->now_ms - *last_ms < TRACKER_ALARM_MS) return;
+    *last_ms = t->now_ms ? t->now_ms : 1;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    tracker_event_begin(&t->scratch, "alarm", 4);
+    tracker_pair_atom(&t->scratch, "reason", reason);
+    tracker_pair_text(&t->scratch, "topic", topic);
+    tracker_pair_int(&t->scratch, "partition", partition);
+    tracker_pair_text(&t->scratch, "text", text);
+    tracker_event_send(t);
+}
+
+void tracker_error_event(tracker *t, const kafka_error *err)
+{
+    tracker_event_begin(&t->scratch, "error", 5);
+    tracker_pair_text(&t->scratch, "name", err->name);
+    tracker_pair_int(&t->scratch, "code", err->code);
+    tracker_pair_atom(&t->scratch, "retriable", err->retriable ? "true" : "false");
+    tracker_pair_atom(&t->scratch, "fatal", err->fatal ? "true" : "false");
+    tracker_pair_text(&t->scratch, "text", err->text);
+    tracker_event_send(t);
+}
+
+void tracker_log_event(tracker *t, int level, const char *text)
+{
+    tracker_event_begin(&t->scratch, "log", 2);
+    tracker_pair_int(&t->scratch, "level", level);
+    tracker_pair_text(&t->scratch, "text", text);
+    tracker_event_send(t);
+}
+
+static void partitions_event(tracker *t, const char *name, const kafka_partition *partitions, size_t n)
+{
+    tracker_event_begin(&t->scratch, name, 1);
+    tracker_put_atom(&t->scratch, "partitions");
+    for (size_t i = 0; i < n; i++) {
+        ei_x_encode_list_header(&t->scratch, 1);
+        ei_x_encode_tuple_header(&t->scratch, 2);
+        tracker_put_text(&t->scratch, partitions[i].topic);
+        tracker_put_int(&t->scratch, partitions[i].partition);
+    }
+    ei_x_encode_empty_list(&t->scratch);
+    tracker_event_send(t);
+}
+
+static void reply_atom(tracker *t, int64_t id, const char *atom)
+{
+    tracker_reply_begin(&t->scratch, id);
+    tracker_put_atom(&t->scratch, atom);
+    tracker_event_send(t);
+}
+
+static void reply_error(tracker *t, int64_t id, const char *reason, const char *detail)
+{
+    tracker_reply_begin(&t->scratch, id);
+    ei_x_encode_tuple_header(&t->scratch, 2);
+    tracker_put_atom(&t->scratch, "error");
+    if (detail) {
+        ei_x_encode_tuple_header(&t->scratch, 2);
+        tracker_put_atom(&t->scratch, reason);
+        tracker_put_atom(&t->scratch, detail);
+    } else {
+        tracker_put_atom(&t->scratch, reason);
+    }
+    tracker_event_send(t);
+}
+
+/* ------------------------------------------------------------------ parts */
+
+static tracker_queue *queue_of(tracker *t, const char *markers)
+{
+    for (size_t i = 0; i < t->config.n_queues; i++)
+        if (strcmp(t->queues[i].markers, markers) == 0) return &t->queues[i];
+    return NULL;
+}
+
+static void parts_clear(tracker *t)
+{
+    tracker_sums_tell(t);
+    while (t->parts) {
+        tracker_part *part = t->parts;
+        t->parts = part->next;
+        part->gone = true;
+        part->records = NULL;
+        tracker_part_put(part);
+    }
+    tracker_redeliver_drop(t);
+}
+
+/* The first comes last next time, so that no partition is always served first. */
+static void parts_rotate(tracker *t)
+{
+    tracker_part *first = t->parts, **end = &t->parts;
+    if (!first || !first->next) return;
+    t->parts = first->next;
+    first->next = NULL;
+    while (*end) end = &(*end)->next;
+    *end = first;
+}
+
+/* ------------------------------------------------------------------ assignment */
+
+typedef struct assign_place {
+    tracker_part *part;
+    const char *markers;
+    int32_t partition;
+    int64_t committed, low, high;
+} assign_place;
+
+typedef struct assign_job {
+    helper_job job;
+    uint32_t epoch;
+    bool restart; /* one part that lost its position */
+    int rc;
+    kafka_error error;
+    size_t n;
+    assign_place places[];
+} assign_job;
+
+static void assign_run(helper_job *job, void *thread)
+{
+    assign_job *assign = (assign_job *)(void *)job;
+    kafka_admin *admin = tracker_tracker_admin(thread, &assign->error);
+    kafka_partition *partitions = tracker_alloc(assign->n * sizeof *partitions);
+    for (size_t i = 0; i < assign->n; i++)
+        partitions[i] = (kafka_partition){.topic = assign->places[i].markers, .partition = assign->places[i].partition, .offset = -1001};
+    assign->rc = admin ? kafka_admin_committed(admin, partitions, assign->n, TRACKER_ASK_MS, &assign->error) : KAFKA_EKAFKA;
+    for (size_t i = 0; i < assign->n && assign->rc == KAFKA_OK; i++) {
+        assign_place *place = &assign->places[i];
+        if (partitions[i].error) {
+            kafka_error_set(&assign->error, partitions[i].error, "commit of %s/%d", place->markers, place->partition);
+            assign->rc = KAFKA_EKAFKA;
+            break;
+        }
+        place->committed = partitions[i].offset;
+        assign->rc = kafka_admin_watermarks(admin, place->markers, place->partition, TRACKER_ASK_MS, &place->low, &place->high, &assign->error);
+    }
+    free(partitions);
+}
+
+static void assign_free(assign_job *assign)
+{
+    for (size_t i = 0; i < assign->n; i++) tracker_part_put(assign->places[i].part);
+    free(assign);
+}
+
+/* Where to begin; a commit outside the log is a gap, and said. */
+static int64_t start_of(tracker *t, const assign_place *place)
+{
+    if (place->committed < 0) return place->low;
+    if (place->committed >= place->low && place->committed <= place->high) {
+        place->part->committed = place->committed;
+        return place->committed;
+    }
+    tracker_part_event(t, "marker_gap", place->part, 2);
+    tracker_pair_int(&t->scratch, "from", place->committed);
+    tracker_pair_int(&t->scratch, "to", place->low);
+    tracker_event_send(t);
+    return place->low;
+}
+
+static void assign_parts(tracker *t, assign_job *assign)
+{
+    kafka_error err;
+    kafka_partition *partitions = tracker_alloc(assign->n * sizeof *partitions);
+    for (size_t i = 0; i < assign->n; i++) {
+        const assign_place *place = &assign->places[i];
+        partitions[i] = (kafka_partition){.topic = place->markers, .partition = place->partition, .offset = start_of(t, place)};
+    }
+    if (kafka_consumer_assign(t->consumer, partitions, assign->n, &err) != KAFKA_OK) {
+        tracker_error_event(t, &err);
+    } else {
+        for (size_t i = 0; i < assign->n; i++) {
+            tracker_part *part = assign->places[i].part;
+            part->records = kafka_consumer_queue(t->consumer, partitions[i].topic, partitions[i].partition);
+            tracker_part_start(t, part, partitions[i].offset, assign->places[i].high);
+            tracker_part_keep(part);
+            part->next = t->parts;
+            t->parts = part;
+        }
+        partitions_event(t, "assigned", partitions, assign->n);
+    }
+    free(partitions);
+}
+
+static void restart_part(tracker *t, assign_job *assign)
+{
+    kafka_error err;
+    tracker_part *part = assign->places[0].part;
+    if (part->gone) return;
+    part->records = kafka_consumer_queue(t->consumer, assign->places[0].markers, part->partition);
+    int64_t start = start_of(t, &assign->places[0]);
+    if (kafka_consumer_seek(t->consumer, assign->places[0].markers, part->partition, start, &err) != KAFKA_OK) {
+        tracker_error_event(t, &err);
+        return;
+    }
+    tracker_part_start(t, part, start, assign->places[0].high);
+}
+
+static void assign_done(helper_job *job, void *owner)
+{
+    assign_job *assign = (assign_job *)(void *)job;
+    tracker *t = owner;
+    if (assign->epoch != t->epoch || t->mode != MODE_RUNNING) {
+        assign_free(assign);
+        return;
+    }
+    if (assign->rc != KAFKA_OK) {
+        tracker_alarm(t, &t->alarm_ms[ALARM_ASSIGN], "assignment", NULL, -1, "cannot find out where to begin: %s", assign->error.text);
+        assign->job.next = t->assign_waiting;
+        t->assign_waiting = &assign->job;
+        t->assign_retry_ms = t->now_ms + RETRY_MS;
+        return;
+    }
+    if (assign->restart) restart_part(t, assign);
+    else assign_parts(t, assign);
+    assign_free(assign);
+}
+
+static assign_job *assign_new(tracker *t, size_t n)
+{
+    assign_job *assign = tracker_alloc(sizeof *assign + n * sizeof(assign_place));
+    assign->job.run = assign_run;
+    assign->job.done = assign_done;
+    assign->epoch = t->epoch;
+    return assign;
+}
+
+static void assign_again(tracker *t)
+{
+    while (t->assign_waiting && t->now_ms >= t->assign_retry_ms) {
+        assign_job *assign = (assign_job *)(void *)t->assign_waiting;
+        t->assign_waiting = assign->job.next;
+        if (assign->epoch != t->epoch || t->mode != MODE_RUNNING) assign_free(assign);
+        else helper_give(&t->asks, &assign->job);
+    }
+}
+
+void tracker_part_lost(tracker *t, tracker_part *part)
+{
+    tracker_part **from = &t->parts;
+    while (*from && *from != part) from = &(*from)->next;
+    if (!*from) return;
+    tracker_part *fresh = tracker_part_new(t, part->queue, part->partition);
+    fresh->next = part->next;
+    *from = fresh;
+    part->next = NULL;
+    part->gone = true; /* what is under way for the old book no longer touches it */
+    part->hot = false;
+    assign_job *assign = assign_new(t, 1);
+    assign->restart = true;
+    assign->n = 1;
+    assign->places[0] = (assign_place){.part = fresh, .markers = part->queue->markers, .partition = part->partition};
+    tracker_part_keep(fresh);
+    helper_give(&t->asks, &assign->job);
+    tracker_part_put(part);
+}
+
+static void on_assign(tracker *t, const kafka_event *event)
+{
+    kafka_error err;
+    t->epoch++;
+    if (t->mode != MODE_RUNNING || event->n_partitions == 0) {
+        kafka_consumer_assign(t->consumer, NULL, 0, &err);
+        return;
+    }
+    assign_job *assign = assign_new(t, event->n_partitions);
+    for (size_t i = 0; i < event->n_partitions; i++) {
+        tracker_queue *queue = queue_of(t, event->partitions[i].topic);
+        if (!queue) continue;
+        assign->places[assign->n++] = (assign_place){.part = tracker_part_new(t, queue, event->partitions[i].partition), .markers = queue->markers,
+                                              .partition = event->partitions[i].partition};
+    }
+    helper_give(&t->asks, &assign->job);
+}
+
+static void unassign(tracker *t)
+{
+    kafka_error err;
+    kafka_partition *partitions = NULL;
+    size_t n = 0;
+    for (tracker_part *part = t->parts; part; part = part->next) n++;
+    partitions = tracker_alloc(n * sizeof *partitions);
+    n = 0;
+    for (tracker_part *part = t->parts; part; part = part->next)
+        partitions[n++] = (kafka_partition){.topic = part->queue->markers, .partition = part->partition};
+    parts_clear(t);
+    if (kafka_consumer_unassign(t->consumer, &err) != KAFKA_OK) tracker_error_event(t, &err);
+    if (n) partitions_event(t, "revoked", partitions, n);
+    free(partitions);
+}
+
+static void on_revoke(tracker *t, const kafka_event *event)
+{
+    t->epoch++;
+    if (t->mode != MODE_RUNNING || event->lost || !t->parts) {
+        unassign(t);
+        return;
+    }
+    t->mode = MODE_REVOKING;
+    t->final_commit = false;
+    t->step_until_ms = t->now_ms + REVOKE_MS;
+    tracker_redeliver_drop(t);
+}
+
+/* What is under way first, then the last commit. True when both are done, or their time is up. */
+static bool wound_up(tracker *t, int64_t commit_limit_ms)
+{
+    bool in_time = t->now_ms < t->step_until_ms;
+    if (!t->final_commit) {
+        if (in_time && (t->n_copies || t->n_ends || t->n_commits)) return false;
+        t->final_commit = true;
+        t->step_until_ms = t->now_ms + commit_limit_ms;
+        tracker_commits_send(t);
+        return t->n_commits == 0;
+    }
+    return !in_time || t->n_commits == 0;
+}
+
+/* ------------------------------------------------------------------ start */
+
+typedef struct check_job {
+    helper_job job;
+    const tracker_config *config;
+    int rc;
+    kafka_error error;
+    char cluster[128];
+    int counts[][4]; /* per queue: markers, queue, copies, dead letters */
+} check_job;
+
+static void check_run(helper_job *job, void *thread)
+{
+    check_job *check = (check_job *)(void *)job;
+    kafka_admin *admin = tracker_group_admin(thread, &check->error);
+    check->rc = admin ? kafka_admin_cluster_id(admin, check->cluster, sizeof check->cluster, TRACKER_ASK_MS, &check->error) : KAFKA_EKAFKA;
+    for (size_t i = 0; i < check->config->n_queues; i++) {
+        const tracker_queue_config *queue = &check->config->queues[i];
+        const char *topics[] = {queue->markers, queue->topic, queue->copies, queue->dead_letters};
+        int replication;
+        for (size_t k = 0; k < 4 && check->rc == KAFKA_OK; k++)
+            check->rc = kafka_admin_partitions(admin, topics[k], TRACKER_ASK_MS, &check->counts[i][k], &replication, &check->error);
+    }
+}
+
+static bool consumer_open(tracker *t, kafka_error *err)
+{
+    kafka_property ours[] = {{"session.timeout.ms", "6000"}, {"heartbeat.interval.ms", "1500"}, {"partition.assignment.strategy", "roundrobin"},
+                             {"queued.min.messages", "50000"}, {"queued.max.messages.kbytes", "8192"}, {"socket.nagle.disable", "true"},
+                             {"fetch.error.backoff.ms", "100"}, {NULL, NULL}, {NULL, NULL}};
+    size_t n = 7, n_topics = t->config.n_queues;
+    if (t->sandbox) ours[n++] = (kafka_property){"fetch.wait.max.ms", "10"}; /* a mock broker sleeps it out, whatever comes */
+    if (kafka_version_number() >= 0x02020000) ours[n++] = (kafka_property){"fetch.queue.backoff.ms", "10"};
+    kafka_property *props = tracker_alloc((n + t->config.n_props + 2) * sizeof *props);
+    const char **topics = tracker_alloc(n_topics * sizeof *topics);
+    memcpy(props, ours, n * sizeof *props);
+    memcpy(props + n, t->config.props, t->config.n_props * sizeof *props);
+    n += t->config.n_props;
+    props[n++] = (kafka_property){"group.id", t->config.tracker_group};
+    props[n++] = (kafka_property){"auto.offset.reset", "error"}; /* a position that is gone must be told, not skipped over */
+    for (size_t i = 0; i < n_topics; i++) topics[i] = t->queues[i].markers;
+    kafka_wake control = {.fd = t->control_wake[1]}, records = {.fd = t->records_wake[1]};
+    int rc = kafka_consumer_open(props, n, &control, &records, &t->consumer, err);
+    if (rc == KAFKA_OK) rc = kafka_consumer_subscribe(t->consumer, topics, n_topics, err);
+    if (rc != KAFKA_OK && t->consumer) {
+        kafka_consumer_destroy(t->consumer, NULL, NULL);
+        t->consumer = NULL;
+    }
+    free(props);
+    free(topics);
+    return rc == KAFKA_OK;
+}
+
+static void target_init(tracker_target *target, const char *topic, bool dead, int n_partitions)
+{
+    target->topic = topic;
+    target->dead = dead;
+    target->n_partitions = n_partitions;
+    target->state = n_partitions > 0 ? TARGET_OPEN : TARGET_MISSING;
+}
+
+static void check_done(helper_job *job, void *owner)
+{
+    check_job *check = (check_job *)(void *)job;
+    tracker *t = owner;
+    kafka_error err;
+    const char *missing = NULL;
+    t->checking = false;
+    t->check_ms = t->now_ms + RETRY_MS;
+    if (t->mode != MODE_CHECKING) goto done;
+    if (check->rc != KAFKA_OK) {
+        tracker_alarm(t, &t->alarm_ms[ALARM_CHECK], "kafka", NULL, -1, "cannot look at the topics: %s", check->error.text);
+        goto done;
+    }
+    for (size_t i = 0; i < t->config.n_queues; i++) {
+        tracker_queue *queue = &t->queues[i];
+        if (check->counts[i][0] == 0) missing = queue->markers;
+        if (check->counts[i][1] == 0) missing = queue->topic;
+        target_init(&queue->copies, t->config.queues[i].copies, false, check->counts[i][2]);
+        target_init(&queue->dead_letters, t->config.queues[i].dead_letters, true, check->counts[i][3]);
+    }
+    if (missing) {
+        tracker_alarm(t, &t->alarm_ms[ALARM_CHECK], "missing_topic", missing, -1, "does not exist: create it, or set create_topics");
+        goto done;
+    }
+    t->sandbox = strncmp(check->cluster, "mockCluster", 11) == 0;
+    if ((!t->producer && !tracker_producer_open(t, &err)) || !consumer_open(t, &err)) {
+        tracker_error_event(t, &err);
+        goto done;
+    }
+    t->mode = MODE_RUNNING;
+    tracker_event_begin(&t->scratch, "started", 0);
+    tracker_event_send(t);
+done:
+    free(check);
+}
+
+static void check_start(tracker *t)
+{
+    check_job *check = tracker_alloc(sizeof *check + t->config.n_queues * sizeof check->counts[0]);
+    check->job.run = check_run;
+    check->job.done = check_done;
+    check->config = &t->config;
+    t->checking = true;
+    helper_give(&t->asks, &check->job);
+}
+
+static void configure(tracker *t, const tracker_command *command)
+{
+    if (t->mode != MODE_IDLE) {
+        reply_error(t, command->id, "already_configured", NULL);
+        return;
+    }
+    const char *wrong = tracker_config_decode(command, &t->config);
+    if (wrong) {
+        reply_error(t, command->id, "badarg", wrong);
+        return;
+    }
+    t->queues = tracker_alloc(t->config.n_queues * sizeof *t->queues);
+    for (size_t i = 0; i < t->config.n_queues; i++) {
+        tracker_queue *queue = &t->queues[i];
+        queue->topic = t->config.queues[i].topic;
+        queue->markers = t->config.queues[i].markers;
+        kmq_marker_scope_init(&queue->scope, queue->topic, strlen(queue->topic), t->config.group, strlen(t->config.group));
+    }
+    tracker_rate_init(&t->rate, t->config.rate, t->now_ms);
+    for (size_t i = 0; i < sizeof t->threads / sizeof t->threads[0]; i++) t->threads[i] = tracker_thread_new(&t->config);
+    if (helper_start(&t->asks, t->jobs_wake[1], t->threads, 1) || helper_start(&t->reads, t->jobs_wake[1], t->threads + 1, 3)) {
+        fputs("kmq_tracker: cannot start threads\n", stderr);
+        t->status = 2;
+        t->mode = MODE_ENDED;
+        return;
+    }
+    t->mode = MODE_CHECKING;
+    check_start(t);
+    reply_atom(t, command->id, "ok");
+}
+
+/* ------------------------------------------------------------------ info */
+
+static const char *mode_name(tracker_mode mode)
+{
+    switch (mode) {
+    case MODE_IDLE: return "idle";
+    case MODE_CHECKING: return "checking";
+    case MODE_RUNNING: return "running";
+    case MODE_REVOKING: return "revoking";
+    case MODE_STOPPING:
+    case MODE_CLOSING:
+    case MODE_ENDED: break;
+    }
+    return "stopping";
+}
+
+static const char *state_name(tracker_part_state state)
+{
+    switch (state) {
+    case PART_NEW: return "new";
+    case PART_REPLAY: return "replay";
+    case PART_READY: return "ready";
+    case PART_STOPPED: break;
+    }
+    return "stopped";
+}
+
+static int64_t lag_of(const tracker_part *part) { return part->known_end > part->position ? part->known_end - part->position : 0; }
+
+static void reply_info(tracker *t, int64_t id)
+{
+    ei_x_buff *out = &t->scratch;
+    tracker_reply_begin(out, id);
+    ei_x_encode_map_header(out, 9);
+    tracker_pair_atom(out, "state", mode_name(t->mode));
+    tracker_pair_int(out, "uptime_ms", t->now_ms - t->started_ms);
+    tracker_pair_text(out, "librdkafka", kafka_version());
+    tracker_pair_int(out, "os_pid", getpid());
+    tracker_pair_int(out, "redelivered", t->n_redelivered);
+    tracker_pair_int(out, "dead_lettered", t->n_dead_lettered);
+    tracker_pair_int(out, "gone", t->n_gone);
+    tracker_pair_int(out, "unacknowledged_ends", (int64_t)t->n_ends);
+    tracker_put_atom(out, "partitions");
+    for (tracker_part *part = t->parts; part; part = part->next) {
+        ei_x_encode_list_header(out, 1);
+        ei_x_encode_map_header(out, 13);
+        tracker_pair_text(out, "topic", part->queue->topic);
+        tracker_pair_int(out, "partition", part->partition);
+        tracker_pair_atom(out, "state", state_name(part->state));
+        tracker_pair_int(out, "open", kmq_lease_book_open(&part->book));
+        tracker_pair_int(out, "in_flight", (int64_t)part->n_active);
+        tracker_pair_int(out, "held", (int64_t)part->n_held);
+        tracker_pair_int(out, "position", part->position);
+        tracker_pair_int(out, "committed", part->committed);
+        tracker_pair_int(out, "lag", lag_of(part));
+        tracker_pair_int(out, "read", part->n_read);
+        tracker_pair_int(out, "below", part->below);
+        tracker_pair_int(out, "malformed", part->n_malformed);
+        tracker_pair_int(out, "foreign", part->n_foreign);
+    }
+    ei_x_encode_empty_list(out);
+    tracker_event_send(t);
+}
+
+static void gauges(tracker *t)
+{
+    int64_t open = 0, lag = 0, behind = 0, n = 0, held = 0, waiting = (int64_t)t->pauses.n;
+    for (size_t i = 0; i < t->config.n_queues; i++) waiting += (int64_t)(t->queues[i].copies.waits.n + t->queues[i].dead_letters.waits.n);
+    for (tracker_part *part = t->parts; part; part = part->next, n++) {
+        int64_t age = part->position - tracker_part_commit_value(part);
+        open += kmq_lease_book_open(&part->book);
+        lag += lag_of(part);
+        held += (int64_t)part->n_held;
+        if (age > behind) behind = age;
+        if (part->n_malformed + part->n_foreign > part->n_told) {
+            tracker_part_event(t, "malformed", part, 3);
+            tracker_pair_int(&t->scratch, "malformed", part->n_malformed);
+            tracker_pair_int(&t->scratch, "foreign", part->n_foreign);
+            tracker_pair_int(&t->scratch, "offset", part->odd_offset);
+            tracker_event_send(t);
+            part->n_told = part->n_malformed + part->n_foreign;
+        }
+    }
+    tracker_event_begin(&t->scratch, "gauges", 7);
+    tracker_pair_int(&t->scratch, "partitions", n);
+    tracker_pair_int(&t->scratch, "open", open);
+    tracker_pair_int(&t->scratch, "lag", lag);
+    tracker_pair_int(&t->scratch, "oldest_markers", behind); /* markers between the oldest open one and the position */
+    tracker_pair_int(&t->scratch, "in_flight", (int64_t)t->n_active);
+    tracker_pair_int(&t->scratch, "held", held);
+    tracker_pair_int(&t->scratch, "waiting", waiting);
+    tracker_event_send(t);
+}
+
+/* ------------------------------------------------------------------ the end */
+
+static void stop(tracker *t)
+{
+    if (t->mode >= MODE_STOPPING) return;
+    alarm(2); /* stands behind every wait below */
+    if (t->mode < MODE_RUNNING || !t->consumer) {
+        t->mode = MODE_ENDED;
+        return;
+    }
+    t->mode = MODE_STOPPING;
+    t->final_commit = false;
+    t->step_until_ms = t->now_ms + STOP_MS;
+    tracker_redeliver_drop(t);
+}
+
+static void close_begin(tracker *t)
+{
+    kafka_error err;
+    t->mode = MODE_CLOSING;
+    t->epoch++;
+    t->step_until_ms = t->now_ms + CLOSE_MS;
+    if (kafka_consumer_close_begin(t->consumer, &err) != KAFKA_OK) t->mode = MODE_ENDED;
+}
+
+static void mode_step(tracker *t)
+{
+    switch (t->mode) {
+    case MODE_IDLE: break;
+    case MODE_CHECKING:
+        if (!t->checking && t->now_ms >= t->check_ms) check_start(t);
+        break;
+    case MODE_RUNNING: break;
+    case MODE_REVOKING:
+        if (!wound_up(t, REVOKE_COMMIT_MS)) break;
+        unassign(t);
+        t->mode = MODE_RUNNING;
+        break;
+    case MODE_STOPPING:
+        if (wound_up(t, STOP_COMMIT_MS)) close_begin(t);
+        break;
+    case MODE_CLOSING:
+        if (kafka_consumer_closed(t->consumer) || t->now_ms >= t->step_until_ms) t->mode = MODE_ENDED;
+        break;
+    case MODE_ENDED: break;
+    }
+}
+
+/* ------------------------------------------------------------------ input */
+
+static void run_command(tracker *t, const tracker_command *command)
+{
+    switch (command->verb) {
+    case TRACKER_CONFIGURE: configure(t, command); break;
+    case TRACKER_INFO: reply_info(t, command->id); break;
+    case TRACKER_PING: reply_atom(t, command->id, "pong"); break;
+    case TRACKER_STOP:
+        t->stop_id = command->id;
+        stop(t);
+        break;
+    case TRACKER_UNKNOWN: reply_error(t, command->id, "unknown_command", NULL); break;
+    }
+}
+
+static void malformed(tracker *t, const char *what)
+{
+    fprintf(stderr, "kmq_tracker: %s: the frames on stdin are not to be trusted any more\n", what);
+    t->status = 1;
+    t->mode = MODE_ENDED;
+}
+
+static void read_input(tracker *t)
+{
+    const uint8_t *body;
+    size_t len;
+    int rc = frame_in_read(&t->in);
+    if (rc != FRAME_OK) {
+        t->input_ended = true;
+        if (rc == FRAME_ENOMEM) malformed(t, "no memory for a frame");
+        else if (frame_in_rest(&t->in)) malformed(t, "stdin ended within a frame");
+        else stop(t);
+        return;
+    }
+    while (t->mode != MODE_ENDED && (rc = frame_in_next(&t->in, &body, &len)) != 0) {
+        tracker_command command;
+        if (rc < 0) malformed(t, "a frame is too long");
+        else if (tracker_command_decode(body, len, &command)) malformed(t, "a frame is not {Id, Command, Args}");
+        else run_command(t, &command);
+    }
+}
+
+static void consumer_events(tracker *t)
+{
+    kafka_event event;
+    while (t->consumer && kafka_consumer_poll(t->consumer, &event)) {
+        switch (event.type) {
+        case KAFKA_EVENT_ASSIGN: on_assign(t, &event); break;
+        case KAFKA_EVENT_REVOKE: on_revoke(t, &event); break;
+        case KAFKA_EVENT_COMMIT: tracker_commit_done(t, &event); break;
+        case KAFKA_EVENT_ERROR:
+            tracker_error_event(t, &event.error);
+            if (event.error.fatal) { /* the owner starts us again: all state is in M */
+                fprintf(stderr, "kmq_tracker: %s\n", event.error.text);
+                t->status = 2;
+                t->mode = MODE_ENDED;
+            }
+            break;
+        case KAFKA_EVENT_LOG: tracker_log_event(t, event.level, event.text); break;
+        case KAFKA_EVENT_TOKEN:
+            tracker_alarm(t, &t->alarm_ms[ALARM_KAFKA], "oauthbearer", NULL, -1, "the tracker needs a way to get tokens by itself");
+            break;
+        case KAFKA_EVENT_STATS:
+        case KAFKA_EVENT_NONE: break;
+        }
+        kafka_event_free(&event);
+    }
+}
+
+static void jobs_done(tracker *t)
+{
+    helper_job *job;
+    if (!t->queues) return;
+    while ((job = helper_take(&t->asks)) || (job = helper_take(&t->reads))) job->done(job, t);
+}
+
+/* ------------------------------------------------------------------ the loop */
+
+static void least(int64_t *wait, int64_t other)
+{
+    if (other < *wait) *wait = other;
+}
+
+static int next_deadline(const tracker *t)
+{
+    int64_t wait = TRACKER_TICK_MS, now = t->now_ms;
+    if (t->mode == MODE_ENDED) return 0;
+    if (t->mode == MODE_IDLE) return -1;
+    if (t->mode == MODE_CHECKING && !t->checking) least(&wait, t->check_ms - now);
+    if (t->mode >= MODE_REVOKING) least(&wait, t->step_until_ms - now);
+    if (t->mode == MODE_CLOSING) least(&wait, 5); /* closed() has no wake-up of its own */
+    for (const tracker_part *part = t->parts; part; part = part->next) least(&wait, tracker_part_wait(t, part));
+    least(&wait, t->tick_ms - now);
+    least(&wait, t->commit_ms - now);
+    least(&wait, t->sums_ms - now);
+    if (t->assign_waiting) least(&wait, t->assign_retry_ms - now);
+    least(&wait, tracker_send_wait(t));
+    least(&wait, tracker_redeliver_wait(t));
+    int64_t rate = tracker_rate_wait(&t->rate, now);
+    if (rate > 0) least(&wait, rate);
+    return wait < 0 ? 0 : (int)wait;
+}
+
+static void drain_pipe(int fd)
+{
+    char bytes[256];
+    while (read(fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes) continue;
+}
+
+static void turn(tracker *t)
+{
+    consumer_events(t);
+    jobs_done(t);
+    tracker_producer_step(t);
+    tracker_redeliver_step(t); /* before decisions: what it gives back is due again */
+    for (tracker_part *part = t->parts, *next; part; part = next) {
+        next = part->next; /* reading may replace it */
+        if (part->hot) tracker_part_read(t, part);
+    }
+    for (tracker_part *part = t->parts; part; part = part->next) {
+        tracker_part_step(t, part);
+        tracker_redeliver_take(t, part);
+    }
+    parts_rotate(t);
+    tracker_commits_ask(t);
+    tracker_ends_flush(t);
+    assign_again(t);
+    if (t->now_ms >= t->commit_ms) {
+        t->commit_ms = t->now_ms + TRACKER_COMMIT_MS;
+        if (t->mode == MODE_RUNNING) tracker_commits_send(t);
+    }
+    if (t->now_ms >= t->sums_ms) {
+        t->sums_ms = t->now_ms + SUMS_MS;
+        tracker_sums_tell(t);
+    }
+    if (t->now_ms >= t->tick_ms) {
+        t->tick_ms = t->now_ms + TRACKER_TICK_MS;
+        if (t->mode == MODE_RUNNING) gauges(t);
+    }
+    mode_step(t);
+}
+
+enum { IN, OUT, SIGNAL, CONTROL, RECORDS, PRODUCER, JOBS, N_FDS };
+
+static void wait_and_read(tracker *t)
+{
+    struct pollfd fds[N_FDS] = {
+        [IN] = {.fd = t->input_ended ? -1 : t->in.fd, .events = frame_out_waiting(&t->out) < OUT_HIGH ? POLLIN : 0},
+        [OUT] = {.fd = frame_out_waiting(&t->out) ? t->out.fd : -1, .events = POLLOUT},
+        [SIGNAL] = {.fd = t->signal_fd, .events = POLLIN},
+        [CONTROL] = {.fd = t->control_wake[0], .events = POLLIN},
+        [RECORDS] = {.fd = t->records_wake[0], .events = POLLIN},
+        [PRODUCER] = {.fd = t->producer_wake[0], .events = POLLIN},
+        [JOBS] = {.fd = t->jobs_wake[0], .events = POLLIN},
+    };
+    int n = poll(fds, N_FDS, next_deadline(t));
+    t->now_ms = tracker_now_ms();
+    if (n <= 0) return;
+    for (int i = CONTROL; i < N_FDS; i++)
+        if (fds[i].revents & POLLIN) drain_pipe(fds[i].fd); /* before the queues are: a wake-up in between stays */
+    if (fds[RECORDS].revents & POLLIN)
+        for (tracker_part *part = t->parts; part; part = part->next) part->hot = true;
+    if (fds[SIGNAL].revents & POLLIN) {
+        drain_pipe(t->signal_fd);
+        stop(t);
+    }
+    if (fds[IN].revents) read_input(t);
+}
+
+static int make_pipe(int pipe_fds[2])
+{
+    if (pipe(pipe_fds)) return -1;
+    for (int i = 0; i < 2; i++) {
+        int flags = fcntl(pipe_fds[i], F_GETFL);
+        if (flags < 0 || fcntl(pipe_fds[i], F_SETFL, flags | O_NONBLOCK) || fcntl(pipe_fds[i], F_SETFD, FD_CLOEXEC)) return -1;
+    }
+    return 0;
+}
+
+/* Bits that tell this process's CLOCKs from others'; not a secret. */
+static uint64_t random_bits(void)
+{
+    uint64_t bits = (uint64_t)tracker_now_ms() << 20 ^ (uint64_t)getpid();
+    int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (fd >= 0) {
+        if (read(fd, &bits, sizeof bits) != (ssize_t)sizeof bits) bits ^= (uint64_t)time(NULL) << 32;
+        close(fd);
+    }
+    return bits;
+}
+
+/* The last words, then the owner closes our stdin; it has what is left of the two seconds. */
+static void farewell(tracker *t)
+{
+    if (t->stop_id) reply_atom(t, t->stop_id, "ok");
+    frame_out_drain(&t->out, LAST_WORDS_MS);
+    int64_t until_ms = tracker_now_ms() + 1000;
+    while (t->stop_id && !t->input_ended && t->status == 0) {
+        struct pollfd fd = {.fd = t->in.fd, .events = POLLIN};
+        int64_t left = until_ms - tracker_now_ms();
+        if (left <= 0 || poll(&fd, 1, (int)left) == 0) break;
+        if (fd.revents && frame_in_read(&t->in) != FRAME_OK) break;
+        t->in.at = t->in.have; /* what comes after stop is not answered */
+    }
+}
+
+int tracker_run(int in_fd, int out_fd, int signal_fd)
+{
+    tracker *t = tracker_alloc(sizeof *t);
+    frame_in_init(&t->in, in_fd, FRAME_MAX_BYTES);
+    frame_out_init(&t->out, out_fd, OUT_BYTES);
+    t->signal_fd = signal_fd;
+    t->now_ms = t->started_ms = tracker_now_ms();
+    t->sent.next = t->sent.previous = &t->sent;
+    t->instance = random_bits() & ~UINT64_C(0xffffffff);
+    if (ei_x_new(&t->scratch) || make_pipe(t->records_wake) || make_pipe(t->control_wake) || make_pipe(t->producer_wake) || make_pipe(t->jobs_wake)) {
+        fputs("kmq_tracker: cannot start\n", stderr);
+        return 2;
+    }
+    t->scratch.index = 0;
+    ei_x_encode_version(&t->scratch);
+    ei_x_encode_tuple_header(&t->scratch, 2);
+    tracker_put_int(&t->scratch, 0);
+    ei_x_encode_tuple_header(&t->scratch, 2);
+    tracker_put_atom(&t->scratch, "ready");
+    tracker_put_int(&t->scratch, TRACKER_PROTOCOL);
+    tracker_event_send(t);
+    while (t->mode != MODE_ENDED) {
+        if (frame_out_flush(&t->out) != FRAME_OK) {
+            t->input_ended = true; /* nobody listens: as if stdin had ended */
+            frame_out_free(&t->out);
+            frame_out_init(&t->out, out_fd, 0);
+            stop(t);
+        }
+        wait_and_read(t);
+        if (t->mode != MODE_IDLE) turn(t);
+    }
+    farewell(t);
+    return t->status;
+}

@@ -1,0 +1,62 @@
+/* pace - the two clocks of the tracker that need no I/O: the log time of a marker partition, and the rate of redelivery.
+ *
+ *      timestamp of a marker ---(- shift)---> log time (running maximum; what the lease book is fed with and decisions are made by)
+ *                                   |
+ *      monotonic clock --- pace ----+   pace = log time at the moment of being caught up + monotonic time since
+ *
+ *                    pace - slack        pace        pace + slack
+ *      ------------------[------------------+-----------------]------------------> a timestamp
+ *        only a CLOCK of our own,                                 the broker's clock has jumped: what is beyond
+ *        sent later than that, may say it:                        goes into shift
+ *        the broker's clock fell back
+ *
+ * Once caught up, log time stays within the slack of the monotonic clock's pace, whatever one broker's (or with CreateTime: one
+ * client's) clock does: a jump forward does not expire everybody, a fall back does not stop time. Before that (replay) timestamps
+ * count as they are. Deadlines and decisions live on the same axis, so that a shift makes neither early nor late.
+ *
+ * Invariants: (1) log_ms never goes back;  (2) paced: a fed timestamp <= pace + slack.
+ * Times of brokers are clamped to 0 .. 2^61, so that sums cannot overflow.  Costs: O(1).  Thread rule: one owner. No I/O, no clock. */
+#ifndef TRACKER_PACE_H
+#define TRACKER_PACE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { TRACKER_SLACK_MS = 5000 };
+#define TRACKER_NOT_OURS INT64_MIN
+
+typedef struct tracker_clock {
+    bool paced;
+    int64_t log_ms;    /* running maximum of what was fed */
+    int64_t read_ms;   /* monotonic time of the last record read */
+    int64_t anchor_log_ms, anchor_ms;
+    int64_t shift_ms;  /* log time = timestamp - shift */
+} tracker_clock;
+
+void tracker_clock_init(tracker_clock *clock, int64_t now_ms);
+/* A record was read at now_ms. sent_ms: when a CLOCK of our own was sent, else TRACKER_NOT_OURS. Returns the timestamp to give to the book. */
+int64_t tracker_clock_feed(tracker_clock *clock, int64_t timestamp_ms, int64_t now_ms, int64_t sent_ms);
+/* An absolute time of a record (PARK) on the clock's axis. */
+int64_t tracker_clock_shifted(const tracker_clock *clock, int64_t epoch_ms);
+/* Caught up: from here on the pace holds. */
+void tracker_clock_pace(tracker_clock *clock, int64_t now_ms);
+/* A lower bound of the broker's time now: worth a CLOCK when it says that something is due, never worth a decision. */
+int64_t tracker_clock_estimate(const tracker_clock *clock, int64_t now_ms);
+/* Milliseconds until the estimate reaches due_ms: 0 = it has; INT64_MAX = never. */
+int64_t tracker_clock_wait(const tracker_clock *clock, int64_t due_ms, int64_t now_ms);
+
+/* A token bucket; per_second 0 = no limit. Holds a quarter of a second's worth. */
+typedef struct tracker_rate {
+    int64_t per_second;
+    int64_t level; /* thousandths of a token */
+    int64_t at_ms;
+} tracker_rate;
+
+void tracker_rate_init(tracker_rate *rate, int64_t per_second, int64_t now_ms);
+/* Takes up to want tokens; returns how many. */
+size_t tracker_rate_take(tracker_rate *rate, size_t want, int64_t now_ms);
+void tracker_rate_back(tracker_rate *rate, size_t tokens);
+int64_t tracker_rate_wait(const tracker_rate *rate, int64_t now_ms); /* until there is one token */
+
+#endif

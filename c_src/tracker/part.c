@@ -1,0 +1,350 @@
+/* part - one marker partition: reading it, its log time, the barrier before every decision, its commit.
+ *
+ *   NEW ---start---> REPLAY ---own CLOCK read back---> READY ---a newer marker---> STOPPED (its commit holds)
+ *
+ * A decision (what is due?) is made only right after a CLOCK of our own has been read back:
+ *
+ *   the estimate says due --> ask for the group's commit, if the last answer is old --> write CLOCK --> read up to it --> decide
+ *
+ * so that everything written to M before that moment is in the book, whatever held us up meanwhile, and so that "now" is the
+ * broker's. What is due at or above the group's committed offset is held: the group itself will fetch it again. It comes back into
+ * the book when a later answer covers it, again behind a CLOCK.
+ *
+ * Costs: one CLOCK per decision; nothing at all while nothing is due. */
+#include "tracker.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "failpoint.h"
+
+enum { RECORDS = 500, PASSES = 4, ASK_FRESH_MS = 1000, ASK_PAUSE_MIN_MS = 50, ASK_PAUSE_MAX_MS = 1000, CLOCK_RETRY_MS = 200, HEADERS = 16 };
+
+tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partition)
+{
+    tracker_part *part = tracker_alloc(sizeof *part);
+    kmq_alloc libc = kmq_alloc_libc();
+    part->queue = queue;
+    part->partition = partition;
+    part->refs = 1;
+    part->committed = -1;
+    part->asked_ms = INT64_MIN / 2;
+    part->barrier_below = -1;
+    part->batch = TRACKER_BATCH;
+    part->assigned_ms = t->now_ms;
+    part->ask_pause_ms = ASK_PAUSE_MIN_MS;
+    if (kmq_lease_book_init(&part->book, &libc) != KMQ_OK) tracker_no_memory();
+    tracker_clock_init(&part->clock, t->now_ms);
+    return part;
+}
+
+void tracker_part_keep(tracker_part *part) { part->refs++; }
+
+void tracker_part_put(tracker_part *part)
+{
+    if (--part->refs > 0) return;
+    kmq_lease_book_free(&part->book);
+    free(part->held);
+    free(part->ends);
+    free(part);
+}
+
+void tracker_part_start(tracker *t, tracker_part *part, int64_t position, int64_t end)
+{
+    part->position = position;
+    part->known_end = end;
+    part->state = PART_REPLAY;
+    part->barrier = BARRIER_WANTED;
+    part->barrier_retry_ms = t->now_ms;
+    part->hot = true;
+}
+
+/* ------------------------------------------------------------------ reading */
+
+static void barrier_passed(tracker *t, tracker_part *part)
+{
+    part->barrier = BARRIER_NONE;
+    part->decide_ms = kmq_lease_book_log_time(&part->book);
+    part->decide_until_ms = t->now_ms + TRACKER_FRESH_MS;
+    if (part->barrier_below > part->below) {
+        part->below = part->barrier_below;
+        size_t kept = 0;
+        for (size_t i = 0; i < part->n_held; i++) {
+            if (part->held[i] < part->below) kmq_lease_book_give_back(&part->book, part->held[i]);
+            else if (kmq_lease_book_has(&part->book, part->held[i], NULL)) part->held[kept++] = part->held[i];
+        }
+        part->n_held = kept;
+    }
+    if (part->state != PART_REPLAY) return;
+    part->state = PART_READY;
+    tracker_clock_pace(&part->clock, t->now_ms);
+    tracker_part_event(t, "ready", part, 3);
+    tracker_pair_int(&t->scratch, "open", kmq_lease_book_open(&part->book));
+    tracker_pair_int(&t->scratch, "markers", part->n_read);
+    tracker_pair_int(&t->scratch, "ms", t->now_ms - part->assigned_ms);
+    tracker_event_send(t);
+}
+
+static void stopped_by_newer(tracker *t, tracker_part *part, const kafka_record *record)
+{
+    uint8_t version, type;
+    kmq_marker_newer(record->value, record->value_len, &version, &type);
+    part->state = PART_STOPPED;
+    part->hot = false;
+    tracker_alarm(t, &part->alarm_ms, "newer_marker", part->queue->markers, part->partition,
+                  "offset %lld holds a marker of version %d, type %d: this partition waits until the tracker is upgraded", (long long)record->offset,
+                  version, type);
+}
+
+/* False: read no further. */
+static bool read_record(tracker *t, tracker_part *part, const kafka_record *record)
+{
+    if (record->offset < part->position) return true; /* left over from before a seek */
+    kafka_header found[HEADERS];
+    kmq_marker_header headers[HEADERS];
+    size_t n = kafka_record_headers(record, found, HEADERS);
+    if (n > HEADERS) n = HEADERS;
+    for (size_t i = 0; i < n; i++) headers[i] = (kmq_marker_header){found[i].name, found[i].value, found[i].value_len};
+    kmq_marker marker;
+    switch (kmq_marker_decode(&part->queue->scope, part->partition, record->key, record->key_len, record->value, record->value_len, headers, n, &marker)) {
+    case KMQ_MARKER_NEWER:
+        stopped_by_newer(t, part, record);
+        return false;
+    case KMQ_MARKER_FOREIGN:
+        part->n_foreign++;
+        part->odd_offset = record->offset;
+        break;
+    case KMQ_MARKER_MALFORMED:
+        part->n_malformed++;
+        part->odd_offset = record->offset;
+        break;
+    case KMQ_MARKER_OURS: {
+        bool own = part->barrier == BARRIER_SENT && marker.type == KMQ_MARKER_CLOCK && marker.tlv.has_instance && marker.tlv.instance == part->clock_id;
+        int64_t time_ms = tracker_clock_feed(&part->clock, record->timestamp_ms, t->now_ms, own ? part->clock_sent_ms : TRACKER_NOT_OURS);
+        if (marker.type == KMQ_MARKER_PARK) marker.time_ms = tracker_clock_shifted(&part->clock, marker.time_ms);
+        if (kmq_lease_book_apply(&part->book, &marker, record->offset, time_ms) == KMQ_ENOMEM) tracker_no_memory();
+        part->n_read++;
+        part->position = record->offset + 1;
+        if (own) barrier_passed(t, part);
+        break;
+    }
+    }
+    part->position = record->offset + 1;
+    return true;
+}
+
+void tracker_part_read(tracker *t, tracker_part *part)
+{
+    kafka_record records[RECORDS];
+    bool lost = false;
+    for (int pass = 0; pass < PASSES && part->hot && !lost; pass++) {
+        if (part->state == PART_NEW || part->state == PART_STOPPED || !part->records) { part->hot = false; return; }
+        size_t n = kafka_queue_pop(part->records, records, RECORDS);
+        if (n == 0) part->hot = false;
+        for (size_t i = 0; i < n && part->state != PART_STOPPED; i++) {
+            if (records[i].error == 0) {
+                if (!read_record(t, part, &records[i])) break;
+            } else if (records[i].error == KAFKA_RECORD_OUT_OF_RANGE) {
+                lost = true;
+                break;
+            } else if (records[i].error != KAFKA_RECORD_EOF) {
+                tracker_alarm(t, &part->alarm_ms, "marker_topic", part->queue->markers, part->partition, "cannot be read: %s",
+                              records[i].error_text ? records[i].error_text : kafka_error_name(records[i].error));
+            }
+        }
+        kafka_records_free(records, n);
+    }
+    if (part->position > part->known_end) part->known_end = part->position;
+    if (lost) tracker_part_lost(t, part);
+}
+
+/* ------------------------------------------------------------------ deciding */
+
+static bool decided(const tracker_part *part, int64_t now_ms, int64_t due_ms)
+{
+    return now_ms < part->decide_until_ms && due_ms <= part->decide_ms;
+}
+
+static bool answer_is_old(const tracker *t, const tracker_part *part) { return t->now_ms - part->asked_ms > ASK_FRESH_MS; }
+
+void tracker_part_step(tracker *t, tracker_part *part)
+{
+    if (part->gone || (part->state != PART_REPLAY && part->state != PART_READY) || t->mode != MODE_RUNNING) return;
+    if (part->state == PART_READY && part->barrier == BARRIER_NONE) {
+        int64_t due_ms = kmq_lease_book_next_due(&part->book);
+        bool due = tracker_clock_wait(&part->clock, due_ms, t->now_ms) == 0 && !decided(part, t->now_ms, due_ms);
+        if (due || (part->n_held && part->asked_below > part->below)) {
+            part->barrier = BARRIER_WANTED;
+            part->barrier_retry_ms = t->now_ms;
+        }
+    }
+    if (part->barrier != BARRIER_WANTED || t->now_ms < part->barrier_retry_ms) return;
+    if (part->state == PART_READY && answer_is_old(t, part)) {
+        part->asking = true; /* tracker_commits_ask; the barrier goes on with the answer */
+        return;
+    }
+    part->barrier_below = part->state == PART_READY ? part->asked_below : -1;
+    part->barrier_retry_ms = t->now_ms + CLOCK_RETRY_MS;
+    if (!KMQ_FAILPOINT("clock")) tracker_clock_send(t, part);
+}
+
+int64_t tracker_part_wait(const tracker *t, const tracker_part *part)
+{
+    int64_t wait = INT64_MAX;
+    if (part->hot && part->state != PART_STOPPED && part->state != PART_NEW) return 0;
+    if (t->mode != MODE_RUNNING) return wait;
+    if (part->barrier == BARRIER_WANTED && !part->asking) wait = part->barrier_retry_ms - t->now_ms;
+    if (part->state == PART_READY && part->barrier == BARRIER_NONE) {
+        int64_t due_ms = kmq_lease_book_next_due(&part->book);
+        if (!decided(part, t->now_ms, due_ms)) wait = tracker_clock_wait(&part->clock, due_ms, t->now_ms);
+        else wait = part->decide_until_ms - t->now_ms; /* what holds it up (reads, copies, the rate) has wake-ups of its own ... */
+        if (part->read_pause_ms > t->now_ms && part->read_pause_ms - t->now_ms < wait) wait = part->read_pause_ms - t->now_ms; /* ... but this */
+    }
+    if (part->n_held && !part->asking && part->ask_ms - t->now_ms < wait) wait = part->ask_ms - t->now_ms;
+    return wait < 0 ? 0 : wait;
+}
+
+/* ------------------------------------------------------------------ the group's commits, read as an outsider */
+
+typedef struct ask_job {
+    helper_job job;
+    int rc;
+    kafka_error error;
+    size_t n;
+    kafka_partition *partitions;
+    tracker_part *parts[];
+} ask_job;
+
+static void ask_run(helper_job *job, void *thread)
+{
+    ask_job *ask = (ask_job *)(void *)job;
+    kafka_admin *admin = tracker_group_admin(thread, &ask->error);
+    ask->rc = admin ? kafka_admin_committed(admin, ask->partitions, ask->n, TRACKER_ASK_MS, &ask->error) : KAFKA_EKAFKA;
+}
+
+static void answered(tracker *t, tracker_part *part, const kafka_partition *answer)
+{
+    part->asking = false;
+    part->asked_ms = t->now_ms; /* a failed question too: what is known goes on, the rest is asked again after the pause */
+    bool news = false;
+    if (answer && answer->error == 0) {
+        int64_t offset = answer->offset > 0 ? answer->offset : 0;
+        news = offset > part->asked_below;
+        if (news) part->asked_below = offset;
+    }
+    part->ask_pause_ms = news ? ASK_PAUSE_MIN_MS : part->ask_pause_ms * 2;
+    if (part->ask_pause_ms > ASK_PAUSE_MAX_MS) part->ask_pause_ms = ASK_PAUSE_MAX_MS;
+    part->ask_ms = t->now_ms + part->ask_pause_ms;
+}
+
+static void ask_done(helper_job *job, void *owner)
+{
+    ask_job *ask = (ask_job *)(void *)job;
+    tracker *t = owner;
+    t->asking_commits = false;
+    for (size_t i = 0; i < ask->n; i++) {
+        answered(t, ask->parts[i], ask->rc == KAFKA_OK ? &ask->partitions[i] : NULL);
+        tracker_part_put(ask->parts[i]);
+    }
+    if (ask->rc != KAFKA_OK)
+        tracker_alarm(t, &t->alarm_ms[ALARM_ASK], "group_commits", NULL, -1, "cannot read the commits of group %s: %s", t->config.group, ask->error.text);
+    free(ask->partitions);
+    free(ask);
+}
+
+static bool wants_answer(const tracker *t, const tracker_part *part)
+{
+    if (part->gone || part->state != PART_READY) return false;
+    return part->asking || (part->n_held && t->now_ms >= part->ask_ms);
+}
+
+void tracker_commits_ask(tracker *t)
+{
+    size_t n = 0;
+    if (t->asking_commits || t->mode != MODE_RUNNING) return;
+    for (tracker_part *part = t->parts; part; part = part->next) n += wants_answer(t, part);
+    if (n == 0) return;
+    ask_job *ask = tracker_alloc(sizeof *ask + n * sizeof(tracker_part *));
+    ask->job.run = ask_run;
+    ask->job.done = ask_done;
+    ask->partitions = tracker_alloc(n * sizeof *ask->partitions);
+    for (tracker_part *part = t->parts; part; part = part->next) {
+        if (!wants_answer(t, part)) continue;
+        part->asking = true;
+        tracker_part_keep(part);
+        ask->partitions[ask->n] = (kafka_partition){.topic = part->queue->topic, .partition = part->partition, .offset = -1001};
+        ask->parts[ask->n++] = part;
+    }
+    t->asking_commits = true;
+    helper_give(&t->asks, &ask->job);
+}
+
+/* ------------------------------------------------------------------ our own commits */
+
+typedef struct commit_record {
+    size_t n;
+    tracker_part **parts;
+    kafka_partition partitions[];
+} commit_record;
+
+int64_t tracker_part_commit_value(const tracker_part *part)
+{
+    int64_t floor = kmq_lease_book_floor(&part->book);
+    return floor >= 0 ? floor : part->position;
+}
+
+static bool wants_commit(const tracker_part *part)
+{
+    return part->state == PART_READY && !part->gone && !part->committing && tracker_part_commit_value(part) > part->committed;
+}
+
+static void commit_free(commit_record *commit)
+{
+    free(commit->parts);
+    free(commit);
+}
+
+void tracker_commits_send(tracker *t)
+{
+    size_t n = 0;
+    for (tracker_part *part = t->parts; part; part = part->next) n += wants_commit(part);
+    if (n == 0 || KMQ_FAILPOINT("tracker_commit")) return;
+    commit_record *commit = tracker_alloc(sizeof *commit + n * sizeof(kafka_partition));
+    commit->parts = tracker_alloc(n * sizeof *commit->parts);
+    for (tracker_part *part = t->parts; part; part = part->next) {
+        if (!wants_commit(part)) continue;
+        commit->partitions[commit->n] = (kafka_partition){.topic = part->queue->markers, .partition = part->partition, .offset = tracker_part_commit_value(part)};
+        commit->parts[commit->n++] = part;
+    }
+    kafka_error err;
+    if (kafka_consumer_commit(t->consumer, commit->partitions, commit->n, commit, &err) != KAFKA_OK) {
+        tracker_alarm(t, &t->alarm_ms[ALARM_COMMIT], "commit", NULL, -1, "%s", err.text);
+        commit_free(commit);
+        return;
+    }
+    for (size_t i = 0; i < commit->n; i++) {
+        commit->parts[i]->committing = true;
+        tracker_part_keep(commit->parts[i]);
+    }
+    t->n_commits++;
+}
+
+void tracker_commit_done(tracker *t, const kafka_event *event)
+{
+    commit_record *commit = event->opaque;
+    if (!commit) return;
+    t->n_commits--;
+    int code = event->error.code;
+    for (size_t i = 0; i < commit->n; i++) {
+        tracker_part *part = commit->parts[i];
+        int error = code ? code : i < event->n_partitions ? event->partitions[i].error : 0;
+        part->committing = false;
+        if (error == 0) part->committed = commit->partitions[i].offset;
+        else code = error;
+        tracker_part_put(part);
+    }
+    /* A commit that a rebalance has overtaken is refused, as it should be: the next owner's counts. */
+    if (code && t->mode == MODE_RUNNING)
+        tracker_alarm(t, &t->alarm_ms[ALARM_COMMIT], "commit", NULL, -1, "refused: %s", kafka_error_name(code));
+    commit_free(commit);
+}

@@ -1,0 +1,433 @@
+/* redeliver - due offsets: read back from Q, judged once more, copied, ended.
+ *
+ *   book --take--> read (helper thread, exact offsets) --> still due? --> fate --> planned at its target --> producer
+ *                                                     \-> gone: END gone
+ *
+ * Bounds: TRACKER_BATCH offsets and TRACKER_BATCH_BYTES a read, TRACKER_PART_ACTIVE and TRACKER_ACTIVE offsets under way,
+ * TRACKER_ACTIVE_BYTES of payloads here, and the producer's own queue limits; a token bucket over all.
+ * What cannot be copied now gives up its payload and waits with 48 bytes: for a pause, or for its topic to appear. Others pass by. */
+#include "tracker.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { PART_READS = 2, SOLO_MS = 10000, SUSPECT_PAUSE_MS = 500 };
+
+static void account(tracker *t, tracker_item *item)
+{
+    t->n_active--;
+    item->part->n_active--;
+    if (item->payload) t->active_bytes -= item->payload->bytes;
+}
+
+static void item_free(tracker *t, tracker_item *item)
+{
+    account(t, item);
+    tracker_part_put(item->part);
+    free(item->payload);
+    free(item->text);
+    free(item);
+}
+
+/* Not now: due again in its book. */
+static void item_back(tracker *t, tracker_item *item)
+{
+    if (!item->part->gone) kmq_lease_book_give_back(&item->part->book, item->offset);
+    item_free(t, item);
+}
+
+/* Waits in `waits` without its payload. */
+static void item_wait(tracker *t, tracker_item *item, tracker_waits *waits, int64_t until_ms)
+{
+    tracker_wait *wait = tracker_alloc(sizeof *wait);
+    *wait = (tracker_wait){.part = item->part, .offset = item->offset, .until_ms = until_ms};
+    tracker_part_keep(item->part);
+    if (waits->last) waits->last->next = wait;
+    else waits->first = wait;
+    waits->last = wait;
+    waits->n++;
+    item_free(t, item);
+}
+
+static void waits_release(tracker_waits *waits, int64_t now_ms)
+{
+    while (waits->first && waits->first->until_ms <= now_ms) {
+        tracker_wait *wait = waits->first;
+        waits->first = wait->next;
+        if (!waits->first) waits->last = NULL;
+        waits->n--;
+        if (!wait->part->gone) kmq_lease_book_give_back(&wait->part->book, wait->offset);
+        tracker_part_put(wait->part);
+        free(wait);
+    }
+}
+
+/* ------------------------------------------------------------------ reading Q */
+
+typedef struct read_job {
+    helper_job job;
+    tracker_part *part;
+    const char *topic;
+    int32_t partition;
+    int rc;
+    kafka_error error;
+    size_t n, at, bytes;
+    int64_t *offsets;
+    tracker_item *items[];
+} read_job;
+
+static void read_each(void *ctx, int64_t offset, const kafka_record *record)
+{
+    read_job *read = ctx;
+    while (read->at < read->n && read->items[read->at]->offset < offset) read->at++;
+    if (read->at == read->n || read->items[read->at]->offset != offset) return;
+    tracker_item *item = read->items[read->at++];
+    if (!record) {
+        item->known = true;
+        return;
+    }
+    if (read->bytes >= TRACKER_BATCH_BYTES) return; /* the rest is read again, in a smaller batch */
+    item->payload = tracker_payload_new(record);
+    if (!item->payload) return;
+    item->known = item->found = true;
+    read->bytes += item->payload->bytes;
+}
+
+static void read_run(helper_job *job, void *thread)
+{
+    read_job *read = (read_job *)(void *)job;
+    kafka_reader *reader = tracker_reader(thread, &read->error);
+    read->rc = reader ? kafka_reader_read(reader, read->topic, read->partition, read->offsets, read->n, TRACKER_READ_MS, read_each, read, &read->error)
+                      : KAFKA_EKAFKA;
+}
+
+static void plan(tracker *t, tracker_item *item)
+{
+    tracker_part *part = item->part;
+    int64_t now_ms = kmq_lease_book_log_time(&part->book);
+    if (t->mode != MODE_RUNNING || part->gone || part->state != PART_READY || !item->known ||
+        !kmq_lease_book_still_due(&part->book, item->offset, now_ms)) {
+        item_back(t, item);
+        return;
+    }
+    if (!item->found) {
+        part->n_gone++;
+        part->gone_offset = item->offset;
+        t->n_gone++;
+        tracker_end_add(t, part, item->offset, KMQ_END_GONE, -1);
+        item_free(t, item);
+        return;
+    }
+    item->fate = tracker_decide(item->payload->headers, item->payload->n_headers, t->config.count_header, t->config.max_redeliveries, item->cause, item->flags);
+    tracker_target *target = item->target = item->fate.dead ? &part->queue->dead_letters : &part->queue->copies;
+    item->next = NULL;
+    if (target->planned_last) target->planned_last->next = item;
+    else target->planned_first = item;
+    target->planned_last = item;
+}
+
+static void read_done(helper_job *job, void *owner)
+{
+    read_job *read = (read_job *)(void *)job;
+    tracker *t = owner;
+    tracker_part *part = read->part;
+    size_t known = 0;
+    t->n_reads--;
+    part->n_reads--;
+    for (size_t i = 0; i < read->n; i++) {
+        known += read->items[i]->known;
+        if (read->items[i]->payload) t->active_bytes += read->items[i]->payload->bytes;
+    }
+    if (read->bytes >= TRACKER_BATCH_BYTES) part->batch = known > 1 ? known : 1;
+    else if (part->batch < TRACKER_BATCH) part->batch = part->batch * 2 < TRACKER_BATCH ? part->batch * 2 : TRACKER_BATCH;
+    part->suspect = read->rc != KAFKA_OK;
+    if (part->suspect) {
+        part->read_pause_ms = t->now_ms + SUSPECT_PAUSE_MS;
+        tracker_alarm(t, &t->alarm_ms[ALARM_READ], "read", read->topic, read->partition, "cannot be read, tried again: %s", read->error.text);
+    }
+    for (size_t i = 0; i < read->n; i++) plan(t, read->items[i]);
+    tracker_part_put(part);
+    free(read->offsets);
+    free(read);
+}
+
+static tracker_item *item_new(tracker *t, tracker_part *part, const kmq_due *due)
+{
+    tracker_item *item = tracker_alloc(sizeof *item);
+    item->part = part;
+    item->offset = due->offset;
+    item->due_ms = due->due_ms;
+    item->cause = due->cause;
+    item->flags = due->flags;
+    if (due->text && due->text_len) {
+        item->text = tracker_alloc(due->text_len);
+        memcpy(item->text, due->text, due->text_len);
+        item->text_len = due->text_len;
+    }
+    tracker_part_keep(part);
+    part->n_active++;
+    t->n_active++;
+    return item;
+}
+
+static void hold(tracker *t, tracker_part *part, int64_t offset)
+{
+    if (part->n_held == part->cap_held) {
+        size_t cap = part->cap_held ? part->cap_held * 2 : 64;
+        int64_t *grown = realloc(part->held, cap * sizeof *grown);
+        if (!grown) tracker_no_memory();
+        part->held = grown;
+        part->cap_held = cap;
+    }
+    if (part->n_held == 0) { /* the answer in hand may be older than they are: look at once */
+        part->ask_ms = t->now_ms;
+        part->ask_pause_ms = 0;
+    }
+    if (part->ask_pause_ms < 50) part->ask_pause_ms = 50;
+    part->held[part->n_held++] = offset;
+}
+
+/* One batch; false: nothing more for now. */
+static bool take(tracker *t, tracker_part *part)
+{
+    kmq_due due[TRACKER_BATCH];
+    size_t want = part->batch, below = 0;
+    if (part->n_reads >= PART_READS || t->n_reads >= TRACKER_READS || t->active_bytes >= TRACKER_ACTIVE_BYTES || t->now_ms < part->read_pause_ms) return false;
+    if (part->n_active >= TRACKER_PART_ACTIVE || t->n_active >= TRACKER_ACTIVE) return false;
+    if (want > TRACKER_PART_ACTIVE - part->n_active) want = TRACKER_PART_ACTIVE - part->n_active;
+    if (want > TRACKER_ACTIVE - t->n_active) want = TRACKER_ACTIVE - t->n_active;
+    if (kmq_lease_book_next_due(&part->book) > part->decide_ms) return false;
+    size_t granted = tracker_rate_take(&t->rate, want, t->now_ms);
+    if (granted == 0) return false;
+    size_t n = kmq_lease_book_take_due(&part->book, part->decide_ms, INT64_MAX, due, granted);
+    while (below < n && due[below].offset < part->below) below++; /* they come in offset order */
+    read_job *read = below ? tracker_alloc(sizeof *read + below * sizeof(tracker_item *)) : NULL;
+    if (read) read->offsets = tracker_alloc(below * sizeof *read->offsets);
+    for (size_t i = 0; i < below; i++) {
+        read->items[i] = item_new(t, part, &due[i]);
+        read->offsets[i] = due[i].offset;
+    }
+    for (size_t i = below; i < n; i++) hold(t, part, due[i].offset);
+    tracker_rate_back(&t->rate, granted - below);
+    if (!read) return n == granted;
+    read->n = below;
+    read->part = part;
+    read->topic = part->queue->topic;
+    read->partition = part->partition;
+    read->job.run = read_run;
+    read->job.done = read_done;
+    read->job.suspect = part->suspect;
+    read->job.affinity = (unsigned)part->partition;
+    tracker_part_keep(part);
+    part->n_reads++;
+    t->n_reads++;
+    helper_give(&t->reads, &read->job);
+    return n == granted;
+}
+
+void tracker_redeliver_take(tracker *t, tracker_part *part)
+{
+    if (t->mode != MODE_RUNNING || part->gone || part->state != PART_READY) return;
+    if (tracker_now_ms() >= part->decide_until_ms) return; /* a clock of its own: we may just have been asleep */
+    while (take(t, part)) continue;
+}
+
+/* ------------------------------------------------------------------ targets */
+
+typedef struct target_job {
+    helper_job job;
+    tracker_target *target;
+    const char *topic;
+    int rc, n_partitions;
+    kafka_error error;
+} target_job;
+
+static void target_run(helper_job *job, void *thread)
+{
+    target_job *ask = (target_job *)(void *)job;
+    int replication;
+    kafka_admin *admin = tracker_group_admin(thread, &ask->error);
+    ask->rc = admin ? kafka_admin_partitions(admin, ask->topic, TRACKER_ASK_MS, &ask->n_partitions, &replication, &ask->error) : KAFKA_EKAFKA;
+}
+
+static void target_done(helper_job *job, void *owner)
+{
+    target_job *ask = (target_job *)(void *)job;
+    tracker *t = owner;
+    tracker_target *target = ask->target;
+    target->state = TARGET_MISSING;
+    target->ask_ms = t->now_ms + TRACKER_PROBE_MS;
+    if (ask->rc != KAFKA_OK) {
+        target->state = TARGET_UNKNOWN;
+    } else if (ask->n_partitions > 0 && t->producer) {
+        target->n_partitions = ask->n_partitions;
+        target->out = kafka_producer_topic(t->producer, target->topic, NULL);
+        if (target->out) target->state = TARGET_OPEN;
+    }
+    if (target->state == TARGET_OPEN) {
+        waits_release(&target->waits, INT64_MAX);
+    } else if (target->waits.n) {
+        tracker_alarm(t, &target->alarm_ms, target->dead ? "dead_letter_topic" : "copy_topic", target->topic, -1, "%s; %zu messages wait for it",
+                      ask->rc == KAFKA_OK ? "does not exist: create it" : ask->error.text, target->waits.n);
+    }
+    free(ask);
+}
+
+void tracker_targets_ask(tracker *t, tracker_target *target)
+{
+    target_job *ask = tracker_alloc(sizeof *ask);
+    ask->job.run = target_run;
+    ask->job.done = target_done;
+    ask->target = target;
+    ask->topic = target->topic;
+    target->state = TARGET_ASKED;
+    helper_give(&t->asks, &ask->job);
+}
+
+/* Planned copies to the producer. False: its queue is full. */
+static bool target_send(tracker *t, tracker_target *target)
+{
+    while (target->planned_first) {
+        tracker_item *item = target->planned_first;
+        bool ours = !item->part->gone && t->mode == MODE_RUNNING;
+        if (ours && target->state == TARGET_OPEN && t->now_ms < target->solo_until_ms && target->in_flight > 0) return true;
+        if (ours && target->state == TARGET_OPEN && !t->producer) return false;
+        target->planned_first = item->next;
+        if (!target->planned_first) target->planned_last = NULL;
+        if (!ours) {
+            item_back(t, item);
+        } else if (target->state != TARGET_OPEN || (!target->dead && item->part->partition >= target->n_partitions)) {
+            if (target->state == TARGET_OPEN) {
+                target->state = TARGET_UNKNOWN; /* it may have grown */
+                tracker_alarm(t, &target->alarm_ms, "copy_topic", target->topic, item->part->partition, "has only %d partitions", target->n_partitions);
+            }
+            item_wait(t, item, &target->waits, INT64_MAX);
+        } else if (!tracker_copy_send(t, item)) {
+            item->next = target->planned_first;
+            target->planned_first = item;
+            if (!target->planned_last) target->planned_last = item;
+            return false;
+        }
+    }
+    return true;
+}
+
+void tracker_redeliver_step(tracker *t)
+{
+    waits_release(&t->pauses, t->now_ms);
+    for (size_t i = 0; i < t->config.n_queues; i++) {
+        tracker_target *targets[] = {&t->queues[i].copies, &t->queues[i].dead_letters};
+        for (size_t k = 0; k < 2; k++) {
+            tracker_target *target = targets[k];
+            if (!target_send(t, target)) return;
+            bool asks = target->state == TARGET_UNKNOWN || target->state == TARGET_MISSING;
+            if (asks && target->waits.n && t->now_ms >= target->ask_ms && t->mode == MODE_RUNNING) tracker_targets_ask(t, target);
+        }
+    }
+}
+
+int64_t tracker_redeliver_wait(const tracker *t)
+{
+    int64_t at = t->pauses.first ? t->pauses.first->until_ms : INT64_MAX;
+    if (t->mode != MODE_RUNNING) return INT64_MAX;
+    for (size_t i = 0; i < t->config.n_queues; i++) {
+        const tracker_target *targets[] = {&t->queues[i].copies, &t->queues[i].dead_letters};
+        for (size_t k = 0; k < 2; k++) {
+            bool asks = targets[k]->state == TARGET_UNKNOWN || targets[k]->state == TARGET_MISSING;
+            if (asks && targets[k]->waits.n && targets[k]->ask_ms < at) at = targets[k]->ask_ms;
+        }
+    }
+    if (at == INT64_MAX) return at;
+    return at > t->now_ms ? at - t->now_ms : 0;
+}
+
+void tracker_redeliver_drop(tracker *t)
+{
+    for (size_t i = 0; i < t->config.n_queues; i++) {
+        target_send(t, &t->queues[i].copies);
+        target_send(t, &t->queues[i].dead_letters);
+        waits_release(&t->queues[i].copies.waits, INT64_MAX);
+        waits_release(&t->queues[i].dead_letters.waits, INT64_MAX);
+    }
+    waits_release(&t->pauses, INT64_MAX);
+}
+
+/* ------------------------------------------------------------------ what became of a copy */
+
+static void add(tracker_sum *sum, int64_t lateness_ms)
+{
+    if (sum->count == 0 || lateness_ms < sum->lateness_min_ms) sum->lateness_min_ms = lateness_ms;
+    if (sum->count == 0 || lateness_ms > sum->lateness_max_ms) sum->lateness_max_ms = lateness_ms;
+    sum->count++;
+    sum->lateness_ms += lateness_ms;
+}
+
+void tracker_copy_done(tracker *t, tracker_item *item, int64_t copy_offset)
+{
+    tracker_part *part = item->part;
+    size_t cause = item->cause < TRACKER_CAUSES - 1 ? item->cause : TRACKER_CAUSES - 1;
+    int64_t lateness_ms = tracker_clock_estimate(&part->clock, t->now_ms) - item->due_ms;
+    add(item->fate.dead ? &part->dead_lettered[cause] : &part->redelivered[cause], lateness_ms);
+    if (item->fate.dead) t->n_dead_lettered++;
+    else t->n_redelivered++;
+    tracker_end_add(t, part, item->offset, item->fate.dead ? KMQ_END_DEAD_LETTERED : KMQ_END_REDELIVERED, copy_offset);
+    item_free(t, item);
+}
+
+void tracker_copy_failed(tracker *t, tracker_item *item, int error)
+{
+    const char *name = kafka_error_name(error);
+    tracker_target *target = item->target;
+    if (strstr(name, "UNKNOWN_TOPIC") || strstr(name, "UNKNOWN_PARTITION")) {
+        if (target->state == TARGET_OPEN) {
+            target->state = TARGET_UNKNOWN;
+            target->ask_ms = t->now_ms;
+        }
+        item_wait(t, item, &target->waits, INT64_MAX);
+        return;
+    }
+    if (strcmp(name, "MSG_SIZE_TOO_LARGE") == 0) {
+        target->solo_until_ms = t->now_ms + SOLO_MS;
+        if (!item->alone) { /* one of its batch was too large, perhaps another one */
+            item_back(t, item);
+            return;
+        }
+        tracker_alarm(t, &target->alarm_ms, "too_large", target->topic, item->part->partition,
+                      "a copy of %s/%d/%lld is larger than the topic takes; it waits", item->part->queue->topic, item->part->partition, (long long)item->offset);
+    } else if (strncmp(name, "_PURGE", 6) != 0) {
+        tracker_alarm(t, &target->alarm_ms, "copy", target->topic, item->part->partition, "not written, tried again: %s", name);
+    }
+    item_wait(t, item, &t->pauses, t->now_ms + TRACKER_PAUSE_MS);
+}
+
+/* ------------------------------------------------------------------ events */
+
+static void sum_tell(tracker *t, tracker_part *part, const char *event, tracker_sum *sum, size_t cause)
+{
+    if (sum->count == 0) return;
+    tracker_part_event(t, event, part, 5);
+    tracker_pair_atom(&t->scratch, "cause", tracker_cause_name(cause == TRACKER_CAUSES - 1 ? KMQ_RETRY_CRASH : (uint8_t)cause, 0));
+    tracker_pair_int(&t->scratch, "count", sum->count);
+    tracker_pair_int(&t->scratch, "lateness_ms", sum->lateness_ms / sum->count);
+    tracker_pair_int(&t->scratch, "lateness_max_ms", sum->lateness_max_ms);
+    tracker_pair_int(&t->scratch, "lateness_min_ms", sum->lateness_min_ms);
+    tracker_event_send(t);
+    *sum = (tracker_sum){0};
+}
+
+void tracker_sums_tell(tracker *t)
+{
+    for (tracker_part *part = t->parts; part; part = part->next) {
+        for (size_t cause = 0; cause < TRACKER_CAUSES; cause++) {
+            sum_tell(t, part, "redelivered", &part->redelivered[cause], cause);
+            sum_tell(t, part, "dead_lettered", &part->dead_lettered[cause], cause);
+        }
+        if (part->n_gone) {
+            tracker_part_event(t, "gone", part, 2);
+            tracker_pair_int(&t->scratch, "count", part->n_gone);
+            tracker_pair_int(&t->scratch, "offset", part->gone_offset);
+            tracker_event_send(t);
+            part->n_gone = 0;
+        }
+    }
+}

@@ -1,0 +1,313 @@
+/* tracker - what the files of the port program share: its parts and who owns them. Private to c_src/tracker.
+ *
+ *   stdin --frames--> loop ---------------------------------------------------------------> frames --> stdout (private descriptor)
+ *                      |                                                                       ^ replies, events
+ *      consumer of M --+-> part (one per assigned marker partition): lease book, log time, barrier, commit
+ *                      |        | due offsets, below the group's commit, after a CLOCK was read back
+ *                      |        v
+ *      helper threads -+-> reads of Q (exact offsets), commits of the group, do topics exist
+ *                      |        v
+ *      producer -------+-> copies and dead letters --acknowledged--> ENDs --acknowledged--> forgotten
+ *
+ * Life of a due offset (its book entry stays open, so the commit cannot pass it, until its END is read back from M):
+ *
+ *      due --take--> reading --> planned --> sent --> acknowledged --> END pending --> END sent --> END acknowledged
+ *       ^               |           |          |                          ^______________|  failed: the same bytes again
+ *       |               |           |          +-- failed --> pausing
+ *       |               |           +-- topic missing --> waiting at the target
+ *       +-- give back --+-----------------------------------+
+ *
+ * Rules:
+ *   (1) only the loop's thread touches what is declared here; helper threads get copies and give them back whole;
+ *   (2) a part lives as long as anything refers to it (refs); `gone` says that the partition is not ours any more;
+ *   (3) an END is never forgotten, not even when its partition is gone: it is sent until it is acknowledged;
+ *   (4) the book changes only by what is read from M.
+ *   (5) no memory = the program ends (status 3): its state is in M, its owner starts it again. */
+#ifndef TRACKER_H
+#define TRACKER_H
+
+#include <ei.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "command.h"
+#include "copy.h"
+#include "frame.h"
+#include "helper.h"
+#include "kafka.h"
+#include "lease_book.h"
+#include "marker.h"
+#include "pace.h"
+
+enum {
+    TRACKER_BATCH = 1000,            /* due offsets per read of Q */
+    TRACKER_BATCH_BYTES = 8 << 20,   /* of payload kept per read */
+    TRACKER_PART_ACTIVE = 4000,      /* offsets of one partition being read or copied */
+    TRACKER_ACTIVE = 32000,          /* the same, of all */
+    TRACKER_ACTIVE_BYTES = 96 << 20, /* payloads not yet given to the producer */
+    TRACKER_READS = 8,               /* reads of Q given to the helper threads */
+    TRACKER_FRESH_MS = 500,          /* how long a barrier's proof holds */
+    TRACKER_PAUSE_MS = 2000,         /* a copy that failed is tried again after */
+    TRACKER_END_PAUSE_MS = 250,      /* an END that failed */
+    TRACKER_PROBE_MS = 2000,         /* a topic that is missing is looked for every */
+    TRACKER_ASK_MS = 5000,           /* time limit of a question to Kafka */
+    TRACKER_READ_MS = 5000,          /* time limit of a read of Q */
+    TRACKER_COMMIT_MS = 250,         /* between commits */
+    TRACKER_TICK_MS = 1000,          /* gauges */
+    TRACKER_ALARM_MS = 30000         /* the same alarm at most every */
+};
+
+typedef struct tracker tracker;
+typedef struct tracker_part tracker_part;
+typedef struct tracker_item tracker_item;
+
+/* What was given to the producer and not yet reported; in a ring, so that nothing is lost when the producer is rebuilt. */
+typedef enum tracker_send_kind { TRACKER_SEND_COPY, TRACKER_SEND_END, TRACKER_SEND_CLOCK } tracker_send_kind;
+typedef struct tracker_send {
+    struct tracker_send *next, *previous;
+    tracker_send_kind kind;
+} tracker_send;
+
+/* An offset that waits for another try, its payload given up. */
+typedef struct tracker_wait {
+    struct tracker_wait *next;
+    tracker_part *part;
+    int64_t offset, until_ms;
+} tracker_wait;
+typedef struct tracker_waits {
+    tracker_wait *first, *last;
+    size_t n;
+} tracker_waits;
+
+/* A topic that copies go to. */
+typedef enum tracker_target_state { TARGET_UNKNOWN, TARGET_ASKED, TARGET_OPEN, TARGET_MISSING } tracker_target_state;
+typedef struct tracker_target {
+    const char *topic;
+    kafka_topic *out; /* NULL until it is known to exist */
+    int n_partitions;
+    tracker_target_state state;
+    int64_t ask_ms; /* not asked again before */
+    bool dead;      /* the dead letter topic: may have fewer partitions than Q */
+    tracker_item *planned_first, *planned_last;
+    size_t in_flight;
+    int64_t solo_until_ms; /* a batch was too large: until then one copy at a time, so that only the one that is too large waits */
+    tracker_waits waits;
+    int64_t alarm_ms;
+} tracker_target;
+
+typedef struct tracker_queue {
+    const char *topic, *markers;
+    kmq_marker_scope scope;
+    kafka_topic *markers_out;
+    tracker_target copies, dead_letters;
+} tracker_queue;
+
+/* An END to be written, collected until the end of the loop's turn. */
+typedef struct tracker_end {
+    int64_t offset, copy_offset; /* -1 = no copy */
+    uint8_t cause;
+} tracker_end;
+
+/* One END record, kept as bytes until it is acknowledged. */
+typedef struct tracker_end_record {
+    tracker_send send;
+    struct tracker_end_record *next; /* while it waits to be sent again */
+    tracker_queue *queue;
+    int32_t partition;
+    int64_t until_ms;
+    uint8_t key[KMQ_MARKER_KEY_BYTES];
+    size_t n;
+    uint8_t bytes[];
+} tracker_end_record;
+
+/* Sums for one event. */
+typedef struct tracker_sum {
+    int64_t count, lateness_ms, lateness_max_ms, lateness_min_ms;
+} tracker_sum;
+enum { TRACKER_CAUSES = 6 };
+
+typedef enum tracker_part_state { PART_NEW, PART_REPLAY, PART_READY, PART_STOPPED } tracker_part_state;
+typedef enum tracker_barrier { BARRIER_NONE, BARRIER_WANTED, BARRIER_SENT } tracker_barrier;
+
+struct tracker_part {
+    tracker_part *next;
+    tracker_queue *queue;
+    int32_t partition;
+    int refs;
+    bool gone;
+    tracker_part_state state;
+
+    kafka_queue *records;
+    bool hot; /* its queue may hold more */
+    kmq_lease_book book;
+    tracker_clock clock;
+    int64_t position;  /* the marker offset to be read next */
+    int64_t known_end; /* of M, a lower bound */
+    int64_t assigned_ms;
+
+    /* the barrier: a CLOCK of our own, read back */
+    tracker_barrier barrier;
+    int64_t barrier_retry_ms;
+    uint64_t clock_id; /* of the CLOCK that is out: its instance TLV */
+    int64_t clock_sent_ms;
+    int64_t barrier_below; /* what the group had committed before this CLOCK was sent; -1 = not asked */
+
+    /* decisions: valid for what is due by decide_ms, until decide_until_ms of the monotonic clock */
+    int64_t decide_ms, decide_until_ms;
+    int64_t below; /* the group's committed offset, proven by a barrier */
+    int64_t asked_below, asked_ms, ask_ms, ask_pause_ms; /* last answer, when, not again before, pause that grows */
+    bool asking;
+    int64_t *held; /* due, but at or above `below`: the group will fetch them itself; in flight in the book */
+    size_t n_held, cap_held;
+
+    size_t n_active, n_reads;
+    size_t batch; /* adapts to the size of the records */
+    bool suspect; /* its last read failed */
+    int64_t read_pause_ms;
+
+    tracker_end *ends; /* of this turn of the loop */
+    size_t n_ends, cap_ends;
+    tracker_part *next_ending;
+
+    int64_t committed;
+    bool committing;
+
+    int64_t n_read, n_malformed, n_foreign, n_told, odd_offset;
+    tracker_sum redelivered[TRACKER_CAUSES], dead_lettered[TRACKER_CAUSES];
+    int64_t n_gone, gone_offset;
+    int64_t alarm_ms;
+};
+
+struct tracker_item {
+    tracker_send send;
+    tracker_item *next;
+    tracker_part *part;
+    tracker_target *target;
+    int64_t offset, due_ms;
+    uint8_t cause, flags;
+    bool found; /* false: gone from Q */
+    bool known; /* false: it could not be read */
+    bool alone; /* sent with no other copy beside it */
+    char *text; /* of a RETRY */
+    size_t text_len;
+    tracker_payload *payload;
+    tracker_fate fate;
+};
+
+typedef enum tracker_mode {
+    MODE_IDLE,     /* not configured */
+    MODE_CHECKING, /* do the topics exist */
+    MODE_RUNNING,
+    MODE_REVOKING, /* an answer to REVOKE is due: what is in flight first */
+    MODE_STOPPING, /* the same, then out of the group */
+    MODE_CLOSING,
+    MODE_ENDED
+} tracker_mode;
+
+struct tracker {
+    frame_in in;
+    frame_out out;
+    ei_x_buff scratch;
+    int signal_fd;
+    int records_wake[2], control_wake[2], producer_wake[2], jobs_wake[2]; /* [0] read, [1] written */
+    bool input_ended;
+    int status; /* to exit with */
+
+    tracker_mode mode;
+    int64_t now_ms, started_ms;
+    int64_t step_until_ms; /* of REVOKING, STOPPING, CLOSING */
+    bool final_commit;     /* the last commit of a revoke has been sent */
+    int64_t stop_id;       /* the command to answer; 0 = none */
+    bool closing_begun;
+
+    tracker_config config;
+    tracker_queue *queues;
+    kafka_consumer *consumer;
+    kafka_producer *producer;
+    bool sandbox;
+
+    tracker_part *parts;
+    uint32_t epoch; /* of the assignment */
+    int n_commits;
+    int64_t commit_ms, tick_ms, sums_ms, check_ms;
+    int64_t assign_retry_ms;
+    helper_job *assign_waiting; /* failed: asked again at assign_retry_ms */
+    bool checking;
+
+    uint64_t instance; /* high bits random, low bits count CLOCKs */
+    void *threads[4]; /* what the helper threads keep: one that asks, three that read */
+    tracker_send sent; /* ring */
+    size_t n_copies, n_ends;
+    size_t n_active, active_bytes, n_reads;
+    tracker_waits pauses;
+    tracker_part *ending; /* parts with ENDs to be written, gone ones too */
+    tracker_end_record *ends_first, *ends_last;
+    tracker_rate rate;
+    bool more_reports, check_fatal;
+    int64_t producer_retry_ms;
+
+    helper_pool asks, reads;
+    bool asking_commits;
+    int64_t alarm_ms[8];
+    int64_t n_redelivered, n_dead_lettered, n_gone;
+};
+
+/* loop.c */
+/* Serves frames until the end. signal_fd: readable when a signal asks for the end. Returns the exit status. */
+int tracker_run(int in_fd, int out_fd, int signal_fd);
+_Noreturn void tracker_no_memory(void);
+void *tracker_alloc(size_t size); /* zeroed; never NULL */
+int64_t tracker_now_ms(void);
+void tracker_event_send(tracker *t); /* what was written into t->scratch */
+/* Begins an event about a part: topic, partition, and more_pairs to follow. */
+void tracker_part_event(tracker *t, const char *name, const tracker_part *part, int more_pairs);
+void tracker_part_lost(tracker *t, tracker_part *part); /* its position is not in the log any more: begins afresh */
+typedef enum tracker_alarm_kind {
+    ALARM_KAFKA, ALARM_CHECK, ALARM_PRODUCER, ALARM_COMMIT, ALARM_ASSIGN, ALARM_READ, ALARM_TARGET, ALARM_ASK
+} tracker_alarm_kind;
+/* {event, alarm, #{reason, topic, partition, text}}; at most every TRACKER_ALARM_MS per last_ms. */
+void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char *topic, int32_t partition, const char *format, ...)
+    __attribute__((format(printf, 6, 7)));
+void tracker_error_event(tracker *t, const kafka_error *err);
+void tracker_log_event(tracker *t, int level, const char *text);
+
+/* client.c: what a helper thread keeps: clients that block, opened when first needed. Safe in that thread only. NULL: see err. */
+kafka_admin *tracker_group_admin(void *thread, kafka_error *err);   /* reads the consumer group's commits */
+kafka_admin *tracker_tracker_admin(void *thread, kafka_error *err); /* reads the tracker group's */
+kafka_reader *tracker_reader(void *thread, kafka_error *err);
+void *tracker_thread_new(const tracker_config *config);
+
+/* send.c: the producer */
+bool tracker_producer_open(tracker *t, kafka_error *err);
+void tracker_producer_step(tracker *t); /* reports, events, a fatal producer rebuilt, ENDs sent again */
+void tracker_clock_send(tracker *t, tracker_part *part);
+void tracker_ends_flush(tracker *t);
+bool tracker_copy_send(tracker *t, tracker_item *item); /* false: the local queue is full, item untouched */
+int64_t tracker_send_wait(const tracker *t);            /* ms until it wants to be called again */
+
+/* part.c: one marker partition */
+tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partition);
+void tracker_part_keep(tracker_part *part);
+void tracker_part_put(tracker_part *part);
+void tracker_part_start(tracker *t, tracker_part *part, int64_t position, int64_t end);
+void tracker_part_read(tracker *t, tracker_part *part); /* bounded; hot stays true when there may be more */
+void tracker_part_step(tracker *t, tracker_part *part); /* barrier and decision */
+int64_t tracker_part_wait(const tracker *t, const tracker_part *part);
+int64_t tracker_part_commit_value(const tracker_part *part);
+void tracker_commits_send(tracker *t);
+void tracker_commit_done(tracker *t, const kafka_event *event);
+void tracker_commits_ask(tracker *t); /* the group's commits, for parts that want them */
+
+/* redeliver.c */
+void tracker_redeliver_take(tracker *t, tracker_part *part); /* what is due and decided, into reads */
+void tracker_redeliver_step(tracker *t);                     /* planned copies to the producer, pauses, targets */
+int64_t tracker_redeliver_wait(const tracker *t);
+void tracker_redeliver_drop(tracker *t);                     /* what is not yet with the producer goes back to its book */
+void tracker_copy_done(tracker *t, tracker_item *item, int64_t copy_offset);
+void tracker_copy_failed(tracker *t, tracker_item *item, int error);
+void tracker_targets_ask(tracker *t, tracker_target *target); /* does it exist */
+void tracker_end_add(tracker *t, tracker_part *part, int64_t offset, uint8_t cause, int64_t copy_offset);
+void tracker_sums_tell(tracker *t);
+
+#endif
