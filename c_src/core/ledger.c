@@ -1,0 +1,639 @@
+/* kmq_ledger - see ledger.h for the picture, the invariants and the costs. */
+#include "ledger.h"
+
+#include <assert.h>
+#include <string.h>
+
+enum { QUEUE_MIN_CAP = 8, LIMIT_STEPS = 4096 };
+
+typedef enum segment_state { UNSTARTED, STARTING, READY } segment_state;
+
+typedef struct segment {
+    int64_t lo, hi;
+    segment_state state;
+} segment;
+
+typedef struct block {
+    int64_t hi, limit_ms;
+} block;
+
+static segment *segment_at(const kmq_ledger *ledger, size_t i)
+{
+    return (segment *)ledger->segments.items + ledger->segments.head + i;
+}
+
+static block *block_at(const kmq_ledger *ledger, size_t i)
+{
+    return (block *)ledger->blocks.items + ledger->blocks.head + i;
+}
+
+/* ---- queues */
+
+/* Room for k more at the end. Items move to the front when that alone makes the room twice over, so that moving costs
+ * O(1) an item; the array is halved then when it is three quarters empty. */
+static int queue_reserve(kmq_ledger *ledger, kmq_ledger_queue *queue, size_t item_bytes, size_t k)
+{
+    if (k <= queue->cap - queue->head - queue->count) return KMQ_OK;
+    if (queue->head > 0) {
+        char *items = queue->items;
+        memmove(items, items + queue->head * item_bytes, queue->count * item_bytes);
+        queue->head = 0;
+    }
+    if (k > SIZE_MAX / item_bytes - queue->count) return KMQ_ENOMEM;
+    size_t need = queue->count + k, cap = queue->cap;
+    if (need > cap / 2)
+        cap = 2 * need > QUEUE_MIN_CAP ? 2 * need : QUEUE_MIN_CAP;
+    else if (need < cap / 4)
+        cap /= 2;
+    if (cap == queue->cap) return KMQ_OK;
+    void *items = ledger->alloc.realloc(ledger->alloc.ctx, queue->items, cap * item_bytes);
+    if (items == NULL) return need <= queue->cap ? KMQ_OK : KMQ_ENOMEM;
+    queue->items = items;
+    queue->cap = cap;
+    return KMQ_OK;
+}
+
+static void queue_pop(kmq_ledger_queue *queue, size_t k)
+{
+    queue->head += k;
+    queue->count -= k;
+    if (queue->count == 0) queue->head = 0;
+}
+
+static void queue_free(kmq_ledger *ledger, kmq_ledger_queue *queue)
+{
+    if (queue->items != NULL) (void)ledger->alloc.realloc(ledger->alloc.ctx, queue->items, 0);
+    *queue = (kmq_ledger_queue){0};
+}
+
+/* ---- segments */
+
+/* the first segment that ends after offset; the count when there is none */
+static size_t find_segment(const kmq_ledger *ledger, int64_t offset)
+{
+    size_t lo = 0, hi = ledger->segments.count;
+    while (lo < hi) {
+        size_t mid = lo + (hi - lo) / 2;
+        if (segment_at(ledger, mid)->hi <= offset)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+/* Segment i becomes two, the second one begins at `offset`. Two neighbours of one state mean the same as one segment.
+ */
+static int split_segment(kmq_ledger *ledger, size_t i, int64_t offset)
+{
+    int rc = queue_reserve(ledger, &ledger->segments, sizeof(segment), 1);
+    if (rc != KMQ_OK) return rc;
+    segment *s = segment_at(ledger, i);
+    memmove(s + 1, s, (ledger->segments.count - i) * sizeof(*s));
+    ledger->segments.count++;
+    s[0].hi = s[1].lo = offset;
+    return KMQ_OK;
+}
+
+/* no starting segment reaches across offset */
+static int cut_starting(kmq_ledger *ledger, int64_t offset)
+{
+    size_t i = find_segment(ledger, offset);
+    if (i == ledger->segments.count) return KMQ_OK;
+    const segment *s = segment_at(ledger, i);
+    return s->state == STARTING && s->lo < offset ? split_segment(ledger, i, offset) : KMQ_OK;
+}
+
+static void advance_lead(kmq_ledger *ledger)
+{
+    for (; ledger->lead < ledger->segments.count; ledger->lead++) {
+        const segment *s = segment_at(ledger, ledger->lead);
+        if (s->state != READY) return;
+        ledger->lead_n += s->hi - s->lo;
+    }
+}
+
+static int64_t first_waiting(const kmq_ledger *ledger)
+{
+    return ledger->segments.count > 0 ? segment_at(ledger, 0)->lo : ledger->position;
+}
+
+/* ---- life */
+
+int kmq_ledger_init(kmq_ledger *ledger, const kmq_alloc *alloc, kmq_delivery delivery, int64_t position,
+                    int64_t max_processing_ms)
+{
+    if (position < 0 || max_processing_ms < 0) return KMQ_EINVAL;
+    *ledger = (kmq_ledger){.delivery = delivery,
+                           .position = position,
+                           .max_processing_ms = max_processing_ms,
+                           .step_ms = max_processing_ms / LIMIT_STEPS > 1 ? max_processing_ms / LIMIT_STEPS : 1,
+                           .alloc = *alloc};
+    kmq_offset_set_init(&ledger->open, alloc);
+    kmq_offset_set_init(&ledger->late, alloc);
+    for (size_t i = 0; i < KMQ_END_CAUSES; i++) kmq_offset_set_init(&ledger->ends[i], alloc);
+    return KMQ_OK;
+}
+
+void kmq_ledger_free(kmq_ledger *ledger)
+{
+    queue_free(ledger, &ledger->segments);
+    queue_free(ledger, &ledger->blocks);
+    kmq_offset_set_free(&ledger->open);
+    kmq_offset_set_free(&ledger->late);
+    for (size_t i = 0; i < KMQ_END_CAUSES; i++) kmq_offset_set_free(&ledger->ends[i]);
+}
+
+/* ---- fetching */
+
+static void append(kmq_ledger *ledger, int64_t offset)
+{
+    segment_state state = ledger->delivery == KMQ_DELIVERY_MARKERS ? UNSTARTED : READY;
+    size_t n = ledger->segments.count;
+    segment *last = n > 0 ? segment_at(ledger, n - 1) : NULL;
+    if (last != NULL && last->state == state && last->hi == offset) {
+        last->hi++;
+    } else {
+        ledger->segments.count++;
+        *segment_at(ledger, n) = (segment){offset, offset + 1, state};
+    }
+    ledger->waiting++;
+    ledger->position = offset + 1;
+}
+
+int kmq_ledger_fetch(kmq_ledger *ledger, const int64_t *offsets, size_t n, size_t *accepted)
+{
+    size_t repeats = 0, runs = 0;
+    if (ledger->retired || (n > 0 && offsets[n - 1] == INT64_MAX)) return KMQ_EINVAL;
+    for (size_t i = 1; i < n; i++)
+        if (offsets[i] <= offsets[i - 1]) return KMQ_EINVAL;
+    while (repeats < n && offsets[repeats] < ledger->position) repeats++;
+    for (size_t i = repeats; i < n; i++) runs += i == repeats || offsets[i] != offsets[i - 1] + 1;
+    int rc = queue_reserve(ledger, &ledger->segments, sizeof(segment), runs);
+    if (rc != KMQ_OK) return rc;
+    for (size_t i = repeats; i < n; i++) append(ledger, offsets[i]);
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS) { /* all that waits is ready */
+        ledger->lead = ledger->segments.count;
+        ledger->lead_n = ledger->waiting;
+    }
+    ledger->counts.repeats += repeats;
+    if (accepted != NULL) *accepted = n - repeats;
+    return KMQ_OK;
+}
+
+int kmq_ledger_skip(kmq_ledger *ledger, int64_t offset)
+{
+    if (ledger->retired || offset == INT64_MAX) return KMQ_EINVAL;
+    if (offset < ledger->position) {
+        ledger->counts.repeats++;
+        return KMQ_EREPEAT;
+    }
+    ledger->position = offset + 1;
+    return KMQ_OK;
+}
+
+/* ---- START */
+
+int kmq_ledger_take_start(kmq_ledger *ledger, kmq_range *out, size_t max_ranges, int64_t max_offsets, size_t *n)
+{
+    size_t i = ledger->next_start;
+    *n = 0;
+    for (; i < ledger->segments.count && max_offsets > 0; i++) {
+        segment *s = segment_at(ledger, i);
+        if (s->state == STARTING && *n > 0) break;
+        if (s->state != UNSTARTED) continue;
+        bool joins = *n > 0 && out[*n - 1].hi == s->lo;
+        if (!joins && *n == max_ranges) break;
+        if (s->hi - s->lo > max_offsets) {
+            int rc = split_segment(ledger, i, s->lo + max_offsets);
+            if (rc != KMQ_OK && *n == 0) return rc;
+            if (rc != KMQ_OK) break; /* what was taken so far is a good answer */
+            s = segment_at(ledger, i);
+        }
+        s->state = STARTING;
+        max_offsets -= s->hi - s->lo;
+        if (joins)
+            out[*n - 1].hi = s->hi;
+        else
+            out[(*n)++] = (kmq_range){s->lo, s->hi};
+    }
+    ledger->next_start = i;
+    return KMQ_OK;
+}
+
+static int end_starting(kmq_ledger *ledger, int64_t lo, int64_t hi, segment_state state)
+{
+    if (hi < lo) return KMQ_EINVAL;
+    int rc = cut_starting(ledger, lo);
+    if (rc == KMQ_OK) rc = cut_starting(ledger, hi);
+    if (rc != KMQ_OK) return rc;
+    for (size_t i = find_segment(ledger, lo); i < ledger->segments.count; i++) {
+        segment *s = segment_at(ledger, i);
+        if (s->lo >= hi) break;
+        if (s->state != STARTING) continue;
+        s->state = state;
+        if (state == UNSTARTED && i < ledger->next_start) ledger->next_start = i;
+    }
+    advance_lead(ledger);
+    return KMQ_OK;
+}
+
+int kmq_ledger_started(kmq_ledger *ledger, int64_t lo, int64_t hi)
+{
+    return end_starting(ledger, lo, hi, READY);
+}
+
+int kmq_ledger_start_failed(kmq_ledger *ledger, int64_t lo, int64_t hi)
+{
+    return end_starting(ledger, lo, hi, UNSTARTED);
+}
+
+/* ---- time limits */
+
+static int64_t limit_of(const kmq_ledger *ledger, int64_t now_ms)
+{
+    int64_t max = ledger->max_processing_ms, step = ledger->step_ms;
+    if (max == INT64_MAX || now_ms > INT64_MAX - max - step) return INT64_MAX;
+    int64_t limit = now_ms + max, over = limit % step;
+    if (over > 0) limit += step - over;
+    if (over < 0) limit -= over;
+    const block *last = ledger->blocks.count > 0 ? block_at(ledger, ledger->blocks.count - 1) : NULL;
+    return last != NULL && last->limit_ms > limit ? last->limit_ms : limit; /* a clock that went back */
+}
+
+/* Blocks whose limit has passed need no memory: what is still open of them is all that is below overdue_below. */
+static void drop_due_blocks(kmq_ledger *ledger, int64_t now_ms)
+{
+    while (ledger->blocks.count > 0) {
+        const block *b = block_at(ledger, 0);
+        if (b->limit_ms > now_ms || b->limit_ms == INT64_MAX) return;
+        ledger->overdue_below = b->hi;
+        ledger->overdue_ms = b->limit_ms;
+        queue_pop(&ledger->blocks, 1);
+    }
+}
+
+static void push_block(kmq_ledger *ledger, int64_t hi, int64_t limit_ms)
+{
+    size_t n = ledger->blocks.count;
+    if (n > 0 && block_at(ledger, n - 1)->limit_ms == limit_ms) {
+        block_at(ledger, n - 1)->hi = hi;
+    } else {
+        ledger->blocks.count++;
+        *block_at(ledger, n) = (block){hi, limit_ms};
+    }
+}
+
+static void forget_late(kmq_ledger *ledger)
+{
+    kmq_range run;
+    int64_t excess = kmq_offset_set_count(&ledger->late) - KMQ_LEDGER_LATE_MAX;
+    while (excess > 0 && kmq_offset_set_next(&ledger->late, 0, &run)) {
+        if (run.hi - run.lo > excess) run.hi = run.lo + excess;
+        if (kmq_offset_set_remove(&ledger->late, run.lo, run.hi, NULL) != KMQ_OK) return; /* next time */
+        excess -= run.hi - run.lo;
+    }
+}
+
+int kmq_ledger_take_timeouts(kmq_ledger *ledger, int64_t now_ms, kmq_range *out, size_t max_ranges, size_t *n)
+{
+    kmq_range run;
+    *n = 0;
+    drop_due_blocks(ledger, now_ms);
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
+    while (*n < max_ranges && kmq_offset_set_next(&ledger->open, 0, &run) && run.lo < ledger->overdue_below) {
+        if (run.hi > ledger->overdue_below) run.hi = ledger->overdue_below;
+        int rc = kmq_offset_set_add(&ledger->late, run.lo, run.hi, NULL);
+        if (rc == KMQ_OK) {
+            rc = kmq_offset_set_remove(&ledger->open, run.lo, run.hi, NULL);
+            if (rc != KMQ_OK)
+                (void)kmq_offset_set_remove(&ledger->late, run.lo, run.hi, NULL); /* an undo: cannot fail */
+        }
+        if (rc != KMQ_OK && *n == 0) return rc;
+        if (rc != KMQ_OK) break; /* what was taken so far is a good answer */
+        out[(*n)++] = run;
+    }
+    forget_late(ledger);
+    return KMQ_OK;
+}
+
+int64_t kmq_ledger_next_timeout(const kmq_ledger *ledger)
+{
+    kmq_range run;
+    size_t lo = 0, hi = ledger->blocks.count;
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS || !kmq_offset_set_next(&ledger->open, 0, &run)) return INT64_MAX;
+    if (run.lo < ledger->overdue_below) return ledger->overdue_ms;
+    while (lo + 1 < hi) { /* limits ascend with the offsets: the lowest open one is the first to be late */
+        size_t mid = lo + (hi - lo) / 2;
+        if (block_at(ledger, mid - 1)->hi <= run.lo)
+            lo = mid;
+        else
+            hi = mid;
+    }
+    return block_at(ledger, lo)->limit_ms;
+}
+
+/* ---- handing out */
+
+int64_t kmq_ledger_ready(const kmq_ledger *ledger)
+{
+    return ledger->lead_n;
+}
+
+/* The first n ready offsets into `open`: all or none. *hi = behind the last, *whole = segments that are used up. */
+static int open_first(kmq_ledger *ledger, int64_t n, int64_t *hi, size_t *whole)
+{
+    int rc = KMQ_OK;
+    size_t i = 0;
+    kmq_offset_set_hold(&ledger->open);
+    for (; n > 0; i++) {
+        const segment *s = segment_at(ledger, i);
+        *hi = s->hi - s->lo > n ? s->lo + n : s->hi;
+        rc = kmq_offset_set_add(&ledger->open, s->lo, *hi, NULL);
+        if (rc != KMQ_OK) break;
+        n -= *hi - s->lo;
+    }
+    if (rc == KMQ_OK) {
+        *whole = i - (*hi < segment_at(ledger, i - 1)->hi);
+    } else {
+        while (i-- > 0) /* an undo: cannot fail; those before the last were taken whole */
+            (void)kmq_offset_set_remove(&ledger->open, segment_at(ledger, i)->lo, segment_at(ledger, i)->hi, NULL);
+    }
+    kmq_offset_set_release(&ledger->open);
+    return rc;
+}
+
+int kmq_ledger_hand_out(kmq_ledger *ledger, int64_t n, int64_t now_ms)
+{
+    int64_t hi = 0;
+    size_t whole = 0;
+    if (n < 0 || n > ledger->lead_n) return KMQ_EINVAL;
+    if (n == 0) return KMQ_OK;
+    int rc = queue_reserve(ledger, &ledger->blocks, sizeof(block), 1);
+    if (rc == KMQ_OK) rc = open_first(ledger, n, &hi, &whole);
+    if (rc != KMQ_OK) return rc;
+    queue_pop(&ledger->segments, whole);
+    if (ledger->segments.count > 0 && segment_at(ledger, 0)->lo < hi) segment_at(ledger, 0)->lo = hi;
+    ledger->lead -= whole;
+    ledger->next_start = ledger->next_start > whole ? ledger->next_start - whole : 0;
+    ledger->lead_n -= n;
+    ledger->waiting -= n;
+    push_block(ledger, hi, limit_of(ledger, now_ms));
+    drop_due_blocks(ledger, now_ms);
+    return KMQ_OK;
+}
+
+int64_t kmq_ledger_waiting_offset(const kmq_ledger *ledger, int64_t k)
+{
+    for (size_t i = 0; i < ledger->segments.count; i++) {
+        const segment *s = segment_at(ledger, i);
+        if (k < s->hi - s->lo) return s->lo + k;
+        k -= s->hi - s->lo;
+    }
+    return ledger->position;
+}
+
+/* ---- settling */
+
+/* the set that has the offset, and what a call that takes it out answers */
+static kmq_offset_set *find_handed_out(kmq_ledger *ledger, int64_t offset, int *answer)
+{
+    if (kmq_offset_set_has(&ledger->open, offset)) {
+        *answer = KMQ_OK;
+        return &ledger->open;
+    }
+    if (kmq_offset_set_count(&ledger->late) > 0 && kmq_offset_set_has(&ledger->late, offset)) {
+        *answer = KMQ_ELATE;
+        return &ledger->late;
+    }
+    ledger->counts.unknown++;
+    *answer = KMQ_EUNKNOWN;
+    return NULL;
+}
+
+int kmq_ledger_settle(kmq_ledger *ledger, int64_t offset, kmq_end_cause cause)
+{
+    int answer, rc = KMQ_OK;
+    kmq_offset_set *from = find_handed_out(ledger, offset, &answer), *ends = &ledger->ends[cause];
+    bool marked = ledger->delivery == KMQ_DELIVERY_MARKERS;
+    if (from == NULL) return answer;
+    if (marked) rc = kmq_offset_set_add(ends, offset, offset + 1, NULL);
+    if (rc != KMQ_OK) return rc;
+    rc = kmq_offset_set_remove(from, offset, offset + 1, NULL);
+    if (rc != KMQ_OK) {
+        if (marked) (void)kmq_offset_set_remove(ends, offset, offset + 1, NULL); /* an undo: cannot fail */
+        return rc;
+    }
+    ledger->counts.late += answer == KMQ_ELATE;
+    return answer;
+}
+
+int kmq_ledger_settle_many(kmq_ledger *ledger, const int64_t *offsets, size_t n, kmq_end_cause cause, int8_t *results)
+{
+    for (size_t i = 0; i < n; i++) {
+        int rc = kmq_ledger_settle(ledger, offsets[i], cause);
+        if (results != NULL) results[i] = (int8_t)rc;
+    }
+    return KMQ_OK;
+}
+
+int kmq_ledger_retry(kmq_ledger *ledger, int64_t offset)
+{
+    int answer;
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_EINVAL;
+    kmq_offset_set *from = find_handed_out(ledger, offset, &answer);
+    if (from == NULL) return answer;
+    int rc = kmq_offset_set_remove(from, offset, offset + 1, NULL);
+    if (rc != KMQ_OK) return rc;
+    ledger->counts.late += answer == KMQ_ELATE;
+    return answer;
+}
+
+int kmq_ledger_take_end(kmq_ledger *ledger, kmq_end_cause cause, kmq_range *out, size_t max_ranges, size_t *n)
+{
+    kmq_offset_set *ends = &ledger->ends[cause];
+    int64_t from = 0;
+    for (*n = 0; *n < max_ranges && kmq_offset_set_next(ends, from, &out[*n]); ++*n) {
+        from = out[*n].hi;
+        int rc = kmq_offset_set_remove(ends, out[*n].lo, out[*n].hi, NULL);
+        assert(rc == KMQ_OK); /* a whole run: no full chunk is cut */
+        (void)rc;
+    }
+    return KMQ_OK;
+}
+
+int kmq_ledger_end_failed(kmq_ledger *ledger, kmq_end_cause cause, const kmq_range *ranges, size_t n)
+{
+    kmq_offset_set *ends = &ledger->ends[cause];
+    int rc = KMQ_OK;
+    kmq_offset_set_hold(ends);
+    for (size_t i = 0; i < n && rc == KMQ_OK; i++) {
+        rc = kmq_offset_set_add(ends, ranges[i].lo, ranges[i].hi, NULL);
+        if (rc == KMQ_OK) continue;
+        while (i-- > 0) (void)kmq_offset_set_remove(ends, ranges[i].lo, ranges[i].hi, NULL); /* an undo: cannot fail */
+        break;
+    }
+    kmq_offset_set_release(ends);
+    return rc;
+}
+
+int64_t kmq_ledger_ends(const kmq_ledger *ledger)
+{
+    int64_t n = 0;
+    for (size_t i = 0; i < KMQ_END_CAUSES; i++) n += kmq_offset_set_count(&ledger->ends[i]);
+    return n;
+}
+
+/* ---- renewal, commit, end of the assignment */
+
+/* Ready segments in [from, below) behind the ranges that out has; returns where it stopped. */
+static int64_t add_ready(const kmq_ledger *ledger, int64_t from, int64_t below, kmq_range *out, size_t max_ranges,
+                         size_t *n)
+{
+    for (size_t i = find_segment(ledger, from); i < ledger->segments.count; i++) {
+        const segment *s = segment_at(ledger, i);
+        if (s->lo >= below) break;
+        if (s->state != READY) continue;
+        kmq_range run = {s->lo > from ? s->lo : from, s->hi < below ? s->hi : below};
+        if (*n > 0 && out[*n - 1].hi == run.lo)
+            out[*n - 1].hi = run.hi;
+        else if (*n < max_ranges)
+            out[(*n)++] = run;
+        else
+            break;
+        from = run.hi;
+    }
+    return from;
+}
+
+int kmq_ledger_held(const kmq_ledger *ledger, int64_t *cursor, kmq_range *out, size_t max_ranges, size_t *n)
+{
+    int64_t from = *cursor;
+    *n = 0;
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
+    while (*n < max_ranges && kmq_offset_set_next(&ledger->open, from, &out[*n])) from = out[(*n)++].hi;
+    if (*n < max_ranges) from = add_ready(ledger, from, INT64_MAX, out, max_ranges, n);
+    *cursor = from;
+    return KMQ_OK;
+}
+
+int kmq_ledger_covered_waiting(const kmq_ledger *ledger, int64_t *cursor, kmq_range *out, size_t max_ranges, size_t *n)
+{
+    *n = 0;
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
+    *cursor = add_ready(ledger, *cursor, ledger->covered, out, max_ranges, n);
+    return KMQ_OK;
+}
+
+int64_t kmq_ledger_floor(const kmq_ledger *ledger)
+{
+    kmq_range run;
+    int64_t floor = first_waiting(ledger);
+    if (ledger->delivery == KMQ_DELIVERY_OFFSETS && kmq_offset_set_next(&ledger->open, 0, &run) && run.lo < floor)
+        return run.lo;
+    return floor;
+}
+
+void kmq_ledger_cover(kmq_ledger *ledger, int64_t offset)
+{
+    if (offset > ledger->covered) ledger->covered = offset;
+}
+
+void kmq_ledger_retire(kmq_ledger *ledger)
+{
+    ledger->position = first_waiting(ledger); /* the floor stays below what is forgotten */
+    ledger->retired = true;
+    queue_free(ledger, &ledger->segments);
+    ledger->waiting = ledger->lead_n = 0;
+    ledger->lead = ledger->next_start = 0;
+}
+
+/* ---- looking */
+
+int64_t kmq_ledger_open(const kmq_ledger *ledger)
+{
+    return kmq_offset_set_count(&ledger->open);
+}
+
+int64_t kmq_ledger_waiting(const kmq_ledger *ledger)
+{
+    return ledger->waiting;
+}
+
+int64_t kmq_ledger_oldest_open(const kmq_ledger *ledger)
+{
+    kmq_range run;
+    return kmq_offset_set_next(&ledger->open, 0, &run) ? run.lo : -1;
+}
+
+kmq_ledger_counts kmq_ledger_counters(const kmq_ledger *ledger)
+{
+    return ledger->counts;
+}
+
+size_t kmq_ledger_bytes(const kmq_ledger *ledger)
+{
+    size_t bytes = sizeof(*ledger) + ledger->segments.cap * sizeof(segment) + ledger->blocks.cap * sizeof(block);
+    bytes += kmq_offset_set_bytes(&ledger->open) + kmq_offset_set_bytes(&ledger->late);
+    for (size_t i = 0; i < KMQ_END_CAUSES; i++) bytes += kmq_offset_set_bytes(&ledger->ends[i]);
+    return bytes;
+}
+
+/* ---- invariants */
+
+static bool disjoint(const kmq_offset_set *a, const kmq_offset_set *b)
+{
+    kmq_range x, y;
+    int64_t from = 0;
+    while (kmq_offset_set_next(a, from, &x) && kmq_offset_set_next(b, x.lo, &y)) {
+        if (y.lo < x.hi) return false;
+        from = y.lo; /* nothing of b before it */
+    }
+    return true;
+}
+
+static void check_segments(const kmq_ledger *ledger)
+{
+    int64_t waiting = 0, lead_n = 0, end = 0;
+    for (size_t i = 0; i < ledger->segments.count; i++) {
+        const segment *s = segment_at(ledger, i);
+        assert(end <= s->lo && s->lo < s->hi);
+        end = s->hi;
+        waiting += s->hi - s->lo;
+        if (i < ledger->lead) lead_n += s->hi - s->lo;
+        assert(i > ledger->lead || (s->state == READY) == (i < ledger->lead));
+        assert(i >= ledger->next_start || s->state != UNSTARTED);
+    }
+    assert(end <= ledger->position);
+    assert(waiting == ledger->waiting && lead_n == ledger->lead_n);
+    assert(ledger->lead <= ledger->segments.count && ledger->next_start <= ledger->segments.count);
+}
+
+static void check_blocks(const kmq_ledger *ledger)
+{
+    int64_t hi = ledger->overdue_below, last;
+    for (size_t i = 0; i < ledger->blocks.count; i++) {
+        const block *b = block_at(ledger, i);
+        assert(b->hi > hi);
+        assert(i == 0 || b->limit_ms > b[-1].limit_ms);
+        hi = b->hi;
+    }
+    if (kmq_offset_set_last(&ledger->open, &last)) assert(last < hi);
+}
+
+void kmq_ledger_check(const kmq_ledger *ledger)
+{
+    int64_t last;
+    check_segments(ledger);
+    check_blocks(ledger);
+    kmq_offset_set_check(&ledger->open);
+    kmq_offset_set_check(&ledger->late);
+    if (kmq_offset_set_last(&ledger->open, &last)) assert(last < first_waiting(ledger));
+    if (kmq_offset_set_last(&ledger->late, &last)) assert(last < first_waiting(ledger));
+    assert(disjoint(&ledger->open, &ledger->late));
+    assert(ledger->delivery == KMQ_DELIVERY_MARKERS || kmq_ledger_ends(ledger) == 0);
+    for (size_t i = 0; i < KMQ_END_CAUSES; i++) {
+        kmq_offset_set_check(&ledger->ends[i]);
+        assert(disjoint(&ledger->open, &ledger->ends[i]));
+    }
+}
