@@ -78,18 +78,14 @@ defmodule Kmq.MixProject do
   end
 
   def application do
-    [extra_applications: [:logger, :crypto]] ++ mod()
-  end
-
-  defp mod do
-    if File.exists?("lib/kmq/application.ex"), do: [mod: {Kmq.Application, []}], else: []
+    [extra_applications: [:logger, :crypto], mod: {Kmq.Application, []}]
   end
 
   defp elixirc_paths(:test), do: ["lib", "test/support"]
   defp elixirc_paths(_), do: ["lib"]
 
   # Without Hex every task refuses to run when any package is listed, even an optional one. Kmq compiles, tests and runs
-  # without packages: Broadway is called only where it is, telemetry likewise.
+  # without packages: Broadway and telemetry are called only where they are.
   defp deps do
     if Code.ensure_loaded?(Hex) or Enum.any?(System.argv(), &(&1 =~ ~r/^(deps|hex)\./)) do
       [

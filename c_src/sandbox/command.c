@@ -36,7 +36,6 @@ static const struct {
     {"produce", 0},
     {"fetch", 1},
     {"list_offsets", 2},
-    {"metadata", 3},
     {"offset_commit", 8},
     {"offset_fetch", 9},
     {"find_coordinator", 10},

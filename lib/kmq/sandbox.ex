@@ -1,0 +1,300 @@
+defmodule Kmq.Sandbox do
+  @moduledoc """
+  A Kafka of its own for `iex`, demos and your ExUnit tests: no installation, no JVM, ready in a tenth of a second.
+
+      {:ok, sandbox} = Kmq.Sandbox.start_link(topics: %{"orders" => 8})
+      hosts = Kmq.Sandbox.bootstrap(sandbox)
+
+  `hosts` is what the `:hosts` option of a pipeline, consumer or publisher takes. In a test:
+
+      setup do
+        sandbox = start_supervised!({Kmq.Sandbox, topics: %{"orders" => 8}})
+        %{hosts: Kmq.Sandbox.bootstrap(sandbox)}
+      end
+
+  It is librdkafka's mock cluster in an operating system process of its own, `kmq_sandbox`: brokers that speak Kafka's
+  protocol on free ports of 127.0.0.1, with all data in memory. The process ends with the `Kmq.Sandbox` process, and when
+  the whole VM is killed.
+
+  ## Options
+
+    * `:brokers` - how many brokers; they have the ids 1, 2 ... (default 1)
+    * `:topics` - topics to start with: a map or keyword of name to number of partitions, or a list of names
+    * `:partitions` - partitions of topics that are named without a number (default 4)
+    * `:name` - a name for the process, as in `GenServer.start_link/3`
+
+  ## Faults
+
+  `inject/2` makes the cluster misbehave, to see what your code does then:
+
+  | fault | what happens |
+  |---|---|
+  | `{:broker_down, id}` | the broker closes its connections and takes no new ones; its data stay, its partitions keep their leader |
+  | `{:broker_up, id}` | it takes connections again |
+  | `{:rtt, id, ms}` | each of its answers takes so long; 0 ends it |
+  | `{:request_errors, api, errors}` | the next requests of this kind fail, one error each, in order; `[]` forgets what is left |
+  | `{:broker_request_errors, id, api, [{error, ms}]}` | the same at one broker, each answer late by so much; `:no_error` is only late |
+  | `{:topic_error, topic, error}` | what metadata says about the topic, until `:no_error` is set |
+  | `{:coordinator, group, id}` | the group is coordinated by this broker from now on |
+  | `{:partition_leader, topic, partition, id}` | the partition is led by this broker; -1: by none |
+
+  A broker id of -1 means all brokers. `api` is one of `:produce`, `:fetch`, `:list_offsets`, `:offset_commit`,
+  `:offset_fetch`, `:find_coordinator`, `:join_group`, `:heartbeat`, `:leave_group`, `:sync_group`, `:api_versions`,
+  `:init_producer_id`, `:add_partitions_to_txn`, `:add_offsets_to_txn`, `:end_txn`, `:txn_offset_commit`. `error` is the name
+  of an error in small letters: `:not_enough_replicas`, `:request_timed_out`, `:not_leader_for_partition` ...; `:transport`
+  closes the connection instead of answering.
+
+  ## Limits
+
+  It is for tests and for trying things out, not a broker:
+
+    * A partition keeps its newest 5 MiB and at most 100,000 record batches; what is older is dropped, read or not.
+    * Record timestamps are the producer's (CreateTime); there is no LogAppendTime and no look-up of offsets by time.
+    * No admin requests: topics are made with `create_topic/3`, or by their first use, then with 4 partitions.
+    * No transactions as a reader would see them: what was aborted is read like the rest.
+    * No access control, TLS, SASL, retention by time or compaction.
+    * With librdkafka 2.0.2 the first member of a group waits 3 s for others, and every later rebalance takes nearly a
+      session timeout: in tests set `session_timeout_seconds` to 2 or 3.
+    * All members of a group must name the same assignor, or the cluster's process dies (and this process with it).
+    * An empty fetch waits the whole `max_wait_time`: 10 to 50 ms make a quick test.
+  """
+
+  use GenServer
+
+  alias Kmq.Error
+
+  @start_ms 10_000
+  @call_ms 10_000
+  @protocol 1
+
+  @type sandbox :: GenServer.server()
+  @type option ::
+          {:brokers, pos_integer}
+          | {:topics, %{optional(topic) => pos_integer} | [{topic, pos_integer}] | [topic]}
+          | {:partitions, pos_integer}
+          | {:name, GenServer.name()}
+  @type topic :: String.t() | atom
+  @type broker :: pos_integer | -1
+  @type fault ::
+          {:broker_down, broker}
+          | {:broker_up, broker}
+          | {:rtt, broker, ms :: non_neg_integer}
+          | {:request_errors, api :: atom, [error :: atom]}
+          | {:broker_request_errors, broker, api :: atom,
+             [{error :: atom, ms :: non_neg_integer}]}
+          | {:topic_error, String.t(), error :: atom}
+          | {:coordinator, group :: String.t(), broker}
+          | {:partition_leader, String.t(), partition :: non_neg_integer, broker}
+
+  @doc """
+  Starts a cluster and returns when its brokers listen and its topics are there.
+  """
+  @spec start_link([option]) :: GenServer.on_start()
+  def start_link(opts \\ []) do
+    {name, opts} = Keyword.split(opts, [:name])
+    GenServer.start_link(__MODULE__, check_options(opts), name)
+  end
+
+  @doc """
+  The brokers' addresses, `"127.0.0.1:40001,127.0.0.1:40002"`: a value for the `:hosts` option.
+  """
+  @spec bootstrap(sandbox) :: String.t()
+  def bootstrap(sandbox), do: GenServer.call(sandbox, :bootstrap)
+
+  @doc """
+  Creates a topic. `partitions` is the sandbox's `:partitions` option by default.
+
+  The cluster may also be named by its `bootstrap/1` string, when it lives in this VM.
+  """
+  @spec create_topic(sandbox | String.t(), topic, pos_integer | nil) :: :ok | {:error, Error.t()}
+  def create_topic(sandbox, topic, partitions \\ nil)
+
+  def create_topic(bootstrap, topic, partitions) when is_binary(bootstrap) do
+    case find(bootstrap) do
+      {:ok, pid} -> create_topic(pid, topic, partitions)
+      :error -> raise ArgumentError, "no sandbox of this VM listens on #{bootstrap}"
+    end
+  end
+
+  def create_topic(sandbox, topic, partitions) do
+    partitions = partitions || GenServer.call(sandbox, :partitions)
+    command(sandbox, :create_topic, {to_string(topic), partitions})
+  end
+
+  @doc """
+  Makes the cluster misbehave; see the table of faults above.
+  """
+  @spec inject(sandbox, fault) :: :ok | {:error, Error.t()}
+  def inject(sandbox, fault) when is_tuple(fault) and tuple_size(fault) > 1 do
+    [name | args] = Tuple.to_list(fault)
+    command(sandbox, name, List.to_tuple(args))
+  end
+
+  @doc """
+  The sandbox of this VM that one of these addresses belongs to.
+  """
+  @spec find(String.t()) :: {:ok, pid} | :error
+  def find(bootstrap) do
+    bootstrap
+    |> addresses()
+    |> Enum.find_value(:error, fn address ->
+      case Registry.lookup(Kmq.Registry, {__MODULE__, address}) do
+        [{pid, _}] -> {:ok, pid}
+        [] -> nil
+      end
+    end)
+  end
+
+  @doc """
+  Ends the cluster. All that was in it is gone.
+  """
+  @spec stop(sandbox) :: :ok
+  def stop(sandbox), do: GenServer.stop(sandbox)
+
+  @impl true
+  def init(opts) do
+    Process.flag(:trap_exit, true)
+    path = Application.app_dir(:kmq, "priv/kmq_sandbox")
+
+    if File.exists?(path) do
+      port =
+        Port.open({:spawn_executable, path}, [
+          :binary,
+          :exit_status,
+          {:packet, 4},
+          args: [Integer.to_string(opts[:brokers])]
+        ])
+
+      ready(port, opts)
+    else
+      {:stop, {:not_built, path}}
+    end
+  end
+
+  # The program listens within milliseconds, and nothing can be said about the cluster before: so this waits.
+  defp ready(port, opts) do
+    receive do
+      {^port, {:data, frame}} ->
+        {0, {:ready, @protocol, bootstrap}} = :erlang.binary_to_term(frame)
+
+        for address <- addresses(bootstrap),
+            do: Registry.register(Kmq.Registry, {__MODULE__, address}, nil)
+
+        state = %{
+          port: port,
+          bootstrap: bootstrap,
+          partitions: opts[:partitions],
+          next_id: 1,
+          calls: %{}
+        }
+
+        create_first(opts[:topics], state)
+
+      {^port, {:exit_status, status}} ->
+        {:stop, {:sandbox_exit, status}}
+    after
+      @start_ms -> {:stop, :timeout}
+    end
+  end
+
+  defp create_first(topics, %{port: port} = state) do
+    Enum.reduce_while(topics, {:ok, state}, fn {topic, partitions}, ok ->
+      send_command(port, 0, :create_topic, {topic, partitions})
+
+      receive do
+        {^port, {:data, frame}} ->
+          case :erlang.binary_to_term(frame) do
+            {0, :ok} -> {:cont, ok}
+            {0, {:error, reason}} -> {:halt, {:stop, {:create_topic, topic, reason}}}
+          end
+
+        {^port, {:exit_status, status}} ->
+          {:halt, {:stop, {:sandbox_exit, status}}}
+      after
+        @start_ms -> {:halt, {:stop, :timeout}}
+      end
+    end)
+  end
+
+  @impl true
+  def handle_call(:bootstrap, _from, state), do: {:reply, state.bootstrap, state}
+  def handle_call(:partitions, _from, state), do: {:reply, state.partitions, state}
+
+  def handle_call({:command, name, args}, from, %{next_id: id} = state) do
+    send_command(state.port, id, name, args)
+    {:noreply, %{state | next_id: id + 1, calls: Map.put(state.calls, id, from)}}
+  end
+
+  @impl true
+  def handle_info({port, {:data, frame}}, %{port: port} = state) do
+    {id, reply} = :erlang.binary_to_term(frame)
+    {from, calls} = Map.pop!(state.calls, id)
+    GenServer.reply(from, reply)
+    {:noreply, %{state | calls: calls}}
+  end
+
+  def handle_info({port, {:exit_status, status}}, %{port: port} = state) do
+    {:stop, {:sandbox_exit, status}, state}
+  end
+
+  def handle_info({:EXIT, port, reason}, %{port: port} = state),
+    do: {:stop, {:sandbox_exit, reason}, state}
+
+  def handle_info({:EXIT, _from, reason}, state), do: {:stop, reason, state}
+  def handle_info(_other, state), do: {:noreply, state}
+
+  # Closing the port closes the program's stdin, which ends it.
+  @impl true
+  def terminate(_reason, %{port: port}) do
+    if Port.info(port), do: Port.close(port)
+    :ok
+  end
+
+  defp command(sandbox, name, args) do
+    case GenServer.call(sandbox, {:command, name, args}, @call_ms) do
+      :ok ->
+        :ok
+
+      {:error, {:kafka, text_name, code, text}} ->
+        {:error, Error.from_native({text_name, code, false, false, text})}
+
+      {:error, :unknown_command} ->
+        raise ArgumentError, "#{inspect(name)} is no fault of Kmq.Sandbox"
+
+      {:error, {:unknown_api, api}} ->
+        raise ArgumentError, "#{inspect(api)} is no kind of request that the sandbox knows"
+
+      {:error, {:unknown_error, error}} ->
+        raise ArgumentError, "#{inspect(error)} is no error name of librdkafka"
+
+      {:error, :badarg} ->
+        raise ArgumentError, "bad arguments for #{inspect(name)}: #{inspect(args)}"
+    end
+  end
+
+  defp send_command(port, id, name, args),
+    do: Port.command(port, :erlang.term_to_binary({id, name, args}))
+
+  defp addresses(bootstrap), do: String.split(bootstrap, ",", trim: true)
+
+  defp check_options(opts) do
+    opts = Keyword.validate!(opts, brokers: 1, topics: [], partitions: 4)
+
+    for key <- [:brokers, :partitions],
+        value = opts[key],
+        not (is_integer(value) and value > 0) do
+      raise ArgumentError,
+            "option #{inspect(key)} of Kmq.Sandbox must be a positive integer, got: #{inspect(value)}"
+    end
+
+    topics =
+      for topic <- opts[:topics] do
+        case topic do
+          {name, partitions} -> {to_string(name), partitions}
+          name -> {to_string(name), opts[:partitions]}
+        end
+      end
+
+    Keyword.put(opts, :topics, topics)
+  end
+end

@@ -1,0 +1,43 @@
+# What cannot run here is left out, and said so. KMQ_TEST_SCALE stretches the time limits, KMQ_KAFKA=host:port names a real
+# cluster, KMQ_LONG=1 includes the long runs, ERL_LIBS may bring Broadway.
+import Kmq.Test.Eventually, only: [scaled: 1]
+
+seed = Keyword.get(ExUnit.configuration(), :seed) || rem(System.os_time(:microsecond), 1_000_000)
+
+needs = [
+  integration: Kmq.Test.Kafka.available(),
+  broadway:
+    if(Code.ensure_loaded?(Broadway),
+      do: :ok,
+      else: {:missing, "Broadway is not loaded; ERL_LIBS=... brings it"}
+    ),
+  slow:
+    if(System.get_env("KMQ_LONG") == "1",
+      do: :ok,
+      else: {:missing, "long runs; `make test-long` has them"}
+    ),
+  sanitizer:
+    if(System.get_env("KMQ_SANITIZER") == "1",
+      do: :ok,
+      else: {:missing, "the NIF under ASan; `make test-asan` has it"}
+    )
+]
+
+ExUnit.start(
+  seed: seed,
+  exclude: for({tag, {:missing, _}} <- needs, do: tag),
+  timeout: scaled(120_000),
+  assert_receive_timeout: scaled(2_000)
+)
+
+included = Keyword.get(ExUnit.configuration(), :include, [])
+
+IO.puts("seed #{seed}")
+
+for {tag, {:missing, why}} <- needs,
+    tag not in included,
+    !Keyword.keyword?(included) or not Keyword.has_key?(included, tag) do
+  IO.puts("left out: #{tag} (#{why})")
+end
+
+ExUnit.after_suite(fn _ -> Kmq.Test.Kafka.stop_shared() end)
