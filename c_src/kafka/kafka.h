@@ -169,22 +169,29 @@ void kafka_producer_purge(kafka_producer *producer);
 int kafka_producer_set_token(kafka_producer *producer, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
 void kafka_producer_destroy(kafka_producer *producer, void (*done)(void *ctx), void *ctx); /* purges, then reaper */
 
-/* ------------------------------------------------------------------ admin: every call blocks up to timeout_ms */
+/* ------------------------------------------------------------------ admin: every call blocks up to timeout_ms
+ * A client of consumer type, which reads what is not committed by transactions too, so that a high watermark is the real one.
+ * Against a sandbox ("mockCluster..."), which has no admin API, what needs it fails at once with _UNSUPPORTED_FEATURE. */
 typedef struct kafka_admin kafka_admin;
 int kafka_admin_open(const kafka_property *props, size_t n_props, kafka_admin **out, kafka_error *err);
 void kafka_admin_destroy(kafka_admin *admin);
+/* OAUTHBEARER: give the token right after open; nothing connects without. */
+int kafka_admin_set_token(kafka_admin *admin, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
 /* "mockCluster..." = the sandbox. */
 int kafka_admin_cluster_id(kafka_admin *admin, char *buf, size_t cap, int timeout_ms, kafka_error *err);
-/* Partition count, 0 = the topic does not exist (and asking did not create it, on real Kafka). */
+/* Partition count and replication factor of the first partition. 0 = the topic does not exist (and asking did not create it, on real Kafka;
+ * a sandbox of librdkafka 2.0.2 creates whatever is asked for). */
 int kafka_admin_partitions(kafka_admin *admin, const char *topic, int timeout_ms, int *n_partitions, int *replication, kafka_error *err);
 int kafka_admin_topics(kafka_admin *admin, int timeout_ms, void (*each)(void *ctx, const char *topic, int n_partitions), void *ctx, kafka_error *err);
-/* Reads the commits of the group named by props' group.id as an outsider. In: topic, partition. Out: offset (-1001 = none), metadata
- * copied into metadata_buf-style storage owned by the admin until its next call. */
+/* Reads the commits of the group named by props' group.id as an outsider. In: topic, partition. Out: offset (-1001 = none), error, and metadata,
+ * which the admin owns until its next call. Fails as a whole when any partition failed; the others are filled then, too. */
 int kafka_admin_committed(kafka_admin *admin, kafka_partition *partitions, size_t n, int timeout_ms, kafka_error *err);
 int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partition, int timeout_ms, int64_t *low, int64_t *high, kafka_error *err);
+/* The first offset whose timestamp is at least this; -1 (as Kafka's END) when there is none. */
 int kafka_admin_offset_for_time(kafka_admin *admin, const char *topic, int32_t partition, int64_t timestamp_ms, int timeout_ms, int64_t *offset, kafka_error *err);
+/* An existing topic: TOPIC_ALREADY_EXISTS. replication -1 = the broker's default. */
 int kafka_admin_create_topic(kafka_admin *admin, const char *topic, int n_partitions, int replication, const kafka_property *config, size_t n_config, int timeout_ms, kafka_error *err);
-int kafka_admin_create_partitions(kafka_admin *admin, const char *topic, int n_partitions, int timeout_ms, kafka_error *err);
+int kafka_admin_create_partitions(kafka_admin *admin, const char *topic, int n_partitions, int timeout_ms, kafka_error *err); /* n = the new total */
 int kafka_admin_delete_topic(kafka_admin *admin, const char *topic, int timeout_ms, kafka_error *err);
 /* Effective topic config, one callback per entry (value NULL = sensitive). */
 int kafka_admin_topic_config(kafka_admin *admin, const char *topic, int timeout_ms, void (*each)(void *ctx, const char *name, const char *value), void *ctx, kafka_error *err);

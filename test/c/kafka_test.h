@@ -128,10 +128,11 @@ static inline void fill_partition(cluster *c, const char *name, int32_t partitio
     kafka_producer_destroy(producer, NULL, NULL);
 }
 
+/* The session must outlast the 3 s that the mock lets a new group wait, or it forgets the member meanwhile. */
 static inline kafka_consumer *consumer_open(cluster *c, const char *group, waker *control, waker *records)
 {
     kafka_property props[] = {{"bootstrap.servers", c->bootstrap}, {"group.id", group}, {"auto.offset.reset", "earliest"},
-                              {"session.timeout.ms", "2000"},      {"heartbeat.interval.ms", "200"}, {"fetch.wait.max.ms", "20"},
+                              {"session.timeout.ms", "4000"},      {"heartbeat.interval.ms", "200"}, {"fetch.wait.max.ms", "20"},
                               {"enable.partition.eof", "true"},    {"partition.assignment.strategy", "roundrobin"}};
     kafka_wake cw = waker_of(control), rw = waker_of(records);
     kafka_consumer *consumer = NULL;

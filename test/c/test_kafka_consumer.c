@@ -1,0 +1,491 @@
+/* The consumer on the mock cluster: split queues and their wake-ups, out of range, seek, the group, commits, closing. */
+#include "kafka_test.h"
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <unistd.h>
+
+static cluster c;
+
+static int start(void **state)
+{
+    (void)state;
+    cluster_start(&c, 1);
+    return 0;
+}
+
+static int stop(void **state)
+{
+    (void)state;
+    cluster_stop(&c);
+    assert_nothing_left();
+    return 0;
+}
+
+static int number(const kafka_record *record)
+{
+    char text[16];
+    assert_true(record->value_len < sizeof text);
+    memcpy(text, record->value, record->value_len);
+    text[record->value_len] = '\0';
+    return atoi(text);
+}
+
+/* ------------------------------------------------------------------ split queues */
+
+/* Every partition has its own queue, in its own order; what one is not asked for stays. A consumer that looks only after
+ * a wake-up, and then pops until empty, gets everything: while a producer keeps writing. */
+typedef struct writer { kafka_producer *producer; kafka_topic *topic; int n; } writer;
+
+static void *write_slowly(void *arg)
+{
+    writer *w = arg;
+    kafka_error err;
+    for (int i = 0; i < w->n; i++) {
+        char value[16];
+        int len = snprintf(value, sizeof value, "%d", i);
+        for (int32_t p = 0; p < 4; p++)
+            assert_int_equal(kafka_producer_send(w->producer, w->topic, p, NULL, 0, value, (size_t)len, NULL, 0, 0, NULL, &err), 0);
+        if (i % 7 == 0) nap_ms(1);
+        kafka_report out[64];
+        while (kafka_producer_reports(w->producer, out, 64) > 0) {}
+    }
+    return NULL;
+}
+
+static void wake_ups(void **state)
+{
+    enum { N = 2000 };
+    (void)state;
+    kafka_error err;
+    waker records = {0};
+    pthread_t thread;
+    topic(&c, "wakes", 4);
+    kafka_consumer *consumer = consumer_open(&c, "wakes", NULL, &records);
+    kafka_partition from[4];
+    for (int p = 0; p < 4; p++) from[p] = (kafka_partition){.topic = "wakes", .partition = p, .offset = -2};
+    assert_int_equal(kafka_consumer_assign(consumer, from, 4, &err), 0);
+    assert_null(kafka_consumer_queue(consumer, "wakes", 4));
+    assert_null(kafka_consumer_queue(consumer, "other", 0));
+    writer w = {.producer = producer_open(&c, NULL, true), .n = N};
+    w.topic = kafka_producer_topic(w.producer, "wakes", &err);
+    pthread_create(&thread, NULL, write_slowly, &w);
+    int next[4] = {0}, seen = 0, total = 0;
+    while (total < 4 * N) {
+        EVENTUALLY(10, atomic_load(&records.count) > seen); /* a lost wake-up ends here */
+        seen = atomic_load(&records.count);
+        for (int p = 0; p < 4; p++) {
+            kafka_record out[16];
+            size_t n;
+            kafka_queue *queue = kafka_consumer_queue(consumer, "wakes", p);
+            while ((n = kafka_queue_pop(queue, out, 16)) > 0) {
+                for (size_t i = 0; i < n; i++) {
+                    if (out[i].error == KAFKA_RECORD_EOF) continue;
+                    assert_int_equal(out[i].error, 0);
+                    assert_int_equal(out[i].partition, p);
+                    assert_int_equal(number(&out[i]), next[p]++);
+                    total++;
+                }
+                kafka_records_free(out, n);
+            }
+        }
+    }
+    pthread_join(thread, NULL);
+    kafka_producer_destroy(w.producer, NULL, NULL);
+    kafka_consumer_destroy(consumer, NULL, NULL);
+}
+
+/* The same by descriptor: a byte says that there is something; none when there is nothing. */
+static void wake_by_descriptor(void **state)
+{
+    (void)state;
+    kafka_error err;
+    int fds[2];
+    char bytes[64];
+    assert_int_equal(pipe(fds), 0);
+    fcntl(fds[0], F_SETFL, O_NONBLOCK);
+    fcntl(fds[1], F_SETFL, O_NONBLOCK);
+    topic(&c, "bytes", 1);
+    fill_partition(&c, "bytes", 0, 100);
+    kafka_property props[] = {{"bootstrap.servers", c.bootstrap}, {"fetch.wait.max.ms", "10"}}; /* no group.id: assign only */
+    kafka_wake wake = {.fd = fds[1]};
+    kafka_consumer *consumer;
+    assert_int_equal(kafka_consumer_open(props, 2, NULL, &wake, &consumer, &err), 0);
+    kafka_partition from = {.topic = "bytes", .offset = 40};
+    assert_int_equal(kafka_consumer_assign(consumer, &from, 1, &err), 0);
+    int got = 0;
+    while (got < 60) {
+        struct pollfd pfd = {.fd = fds[0], .events = POLLIN};
+        assert_int_equal(poll(&pfd, 1, 5000), 1);
+        while (read(fds[0], bytes, sizeof bytes) > 0) {}
+        kafka_record out[7];
+        size_t n;
+        while ((n = kafka_queue_pop(kafka_consumer_queue(consumer, "bytes", 0), out, 7)) > 0) {
+            for (size_t i = 0; i < n; i++) assert_int_equal(number(&out[i]), 40 + got++);
+            kafka_records_free(out, n);
+        }
+    }
+    nap_ms(50);
+    while (read(fds[0], bytes, sizeof bytes) > 0) {}
+    kafka_consumer_destroy(consumer, NULL, NULL);
+    assert_nothing_left();
+    assert_int_equal(read(fds[0], bytes, 1), -1);
+    close(fds[0]);
+    close(fds[1]);
+}
+
+/* Destroyed with full queues, an unread control queue and a record in hand just given back; no wake-up after it. */
+static void count_done(void *ctx)
+{
+    atomic_fetch_add((atomic_int *)ctx, 1);
+}
+
+static void destroy_full(void **state)
+{
+    (void)state;
+    kafka_error err;
+    static waker control, records;
+    static atomic_int done;
+    topic(&c, "full", 4);
+    for (int p = 0; p < 4; p++) fill_partition(&c, "full", p, 2000);
+    for (int round = 0; round < 5; round++) {
+        kafka_consumer *consumer = consumer_open(&c, "full", &control, &records);
+        kafka_partition from[4];
+        for (int p = 0; p < 4; p++) from[p] = (kafka_partition){.topic = "full", .partition = p, .offset = -2};
+        assert_int_equal(kafka_consumer_assign(consumer, from, 4, &err), 0);
+        kafka_record out[10];
+        size_t n = kafka_queue_wait(kafka_consumer_queue(consumer, "full", round % 4), out, 10, 5000);
+        assert_true(n > 0);
+        kafka_records_free(out, n);
+        int64_t before = now_ms();
+        kafka_consumer_destroy(consumer, count_done, &done);
+        assert_true(now_ms() - before < 100);
+        int after = atomic_load(&records.count) + atomic_load(&control.count);
+        EVENTUALLY(10, atomic_load(&done) == round + 1);
+        assert_int_equal(atomic_load(&records.count) + atomic_load(&control.count), after);
+    }
+    assert_nothing_left();
+}
+
+/* ------------------------------------------------------------------ end of partition, out of range, seek */
+
+/* Next record that is one; EOFs are skipped unless wanted. */
+static kafka_record next(kafka_consumer *consumer, const char *name, int32_t partition, bool eof)
+{
+    kafka_record record;
+    int64_t limit_ms = now_ms() + 10000;
+    for (;;) {
+        if (kafka_queue_wait(kafka_consumer_queue(consumer, name, partition), &record, 1, 100) == 1) {
+            if (eof || record.error != KAFKA_RECORD_EOF) return record;
+            kafka_records_free(&record, 1);
+        }
+        assert_true(now_ms() < limit_ms);
+    }
+}
+
+static void expect_number(kafka_consumer *consumer, const char *name, int32_t partition, int n)
+{
+    kafka_record record = next(consumer, name, partition, false);
+    assert_int_equal(record.error, 0);
+    assert_int_equal(number(&record), n);
+    kafka_records_free(&record, 1);
+}
+
+static void out_of_range(void **state)
+{
+    (void)state;
+    kafka_error err;
+    topic(&c, "range", 2);
+    fill_partition(&c, "range", 0, 50);
+    fill_partition(&c, "range", 1, 50);
+    kafka_property props[] = {{"bootstrap.servers", c.bootstrap}, {"fetch.wait.max.ms", "10"}, {"auto.offset.reset", "error"}, {"enable.partition.eof", "true"}};
+    kafka_consumer *consumer;
+    assert_int_equal(kafka_consumer_open(props, 4, NULL, NULL, &consumer, &err), 0);
+    kafka_partition from[2] = {{.topic = "range", .partition = 0, .offset = 48}, {.topic = "range", .partition = 1, .offset = 1000}};
+    assert_int_equal(kafka_consumer_assign(consumer, from, 2, &err), 0);
+    kafka_record record = next(consumer, "range", 1, true);
+    assert_int_equal(record.error, KAFKA_RECORD_OUT_OF_RANGE);
+    assert_true(record.error_text[0] != '\0');
+    assert_string_equal(kafka_error_name(record.error), "OFFSET_OUT_OF_RANGE");
+    kafka_records_free(&record, 1);
+    expect_number(consumer, "range", 0, 48);
+    /* sought, it runs again, and the other goes on where it was */
+    assert_int_equal(kafka_consumer_seek(consumer, "range", 1, 30, &err), 0);
+    for (int i = 30; i < 50; i++) expect_number(consumer, "range", 1, i);
+    expect_number(consumer, "range", 0, 49);
+    record = next(consumer, "range", 0, true);
+    assert_int_equal(record.error, KAFKA_RECORD_EOF);
+    assert_int_equal(record.offset, 50);
+    kafka_records_free(&record, 1);
+    /* an ordinary seek, and out of range again */
+    assert_int_equal(kafka_consumer_seek(consumer, "range", 0, 10, &err), 0);
+    for (int i = 10; i < 50; i++) expect_number(consumer, "range", 0, i);
+    assert_int_equal(kafka_consumer_seek(consumer, "range", 0, 777, &err), 0);
+    record = next(consumer, "range", 0, false);
+    assert_int_equal(record.error, KAFKA_RECORD_OUT_OF_RANGE);
+    kafka_records_free(&record, 1);
+    assert_int_equal(kafka_consumer_seek(consumer, "range", 0, -2, &err), 0);
+    expect_number(consumer, "range", 0, 0);
+    assert_int_equal(kafka_consumer_seek(consumer, "range", 7, 0, &err), KAFKA_EKAFKA);
+    assert_string_equal(err.name, "_STATE");
+    kafka_consumer_destroy(consumer, NULL, NULL);
+}
+
+/* ------------------------------------------------------------------ the group */
+
+typedef struct member {
+    kafka_consumer *consumer;
+    waker control, records;
+    int assigned, revoked, lost, commits, polled_at;
+    kafka_partition last_commit; /* topic not kept */
+    kafka_error commit_error, error;
+    void *commit_opaque;
+    bool cooperative;
+} member;
+
+static void member_open(member *m, const char *group, const char *name)
+{
+    kafka_error err;
+    const char *names[] = {name};
+    memset(m, 0, sizeof *m);
+    m->consumer = consumer_open(&c, group, &m->control, &m->records);
+    assert_int_equal(kafka_consumer_subscribe(m->consumer, names, 1, &err), 0);
+}
+
+/* Serves the control queue, if a wake-up has said that there is something. */
+static void serve(member *m)
+{
+    kafka_event event;
+    kafka_error err;
+    int woken = atomic_load(&m->control.count);
+    if (woken == m->polled_at) return;
+    m->polled_at = woken;
+    while (kafka_consumer_poll(m->consumer, &event)) {
+        switch (event.type) {
+        case KAFKA_EVENT_ASSIGN:
+            assert_int_equal(kafka_consumer_assign(m->consumer, event.partitions, event.n_partitions, &err), 0);
+            m->assigned += (int)event.n_partitions;
+            break;
+        case KAFKA_EVENT_REVOKE:
+            assert_int_equal(kafka_consumer_unassign(m->consumer, &err), 0);
+            m->revoked += (int)event.n_partitions;
+            m->lost += event.lost;
+            break;
+        case KAFKA_EVENT_COMMIT:
+            m->commits++;
+            m->commit_error = event.error;
+            m->commit_opaque = event.opaque;
+            if (event.n_partitions > 0) m->last_commit = event.partitions[0];
+            break;
+        case KAFKA_EVENT_ERROR: m->error = event.error; break;
+        case KAFKA_EVENT_NONE:
+        case KAFKA_EVENT_LOG:
+        case KAFKA_EVENT_STATS:
+        case KAFKA_EVENT_TOKEN: break;
+        }
+        kafka_event_free(&event);
+    }
+}
+
+static void leave(member *m)
+{
+    kafka_error err;
+    assert_int_equal(kafka_consumer_close_begin(m->consumer, &err), 0);
+    EVENTUALLY(10, (serve(m), kafka_consumer_closed(m->consumer)));
+    kafka_consumer_destroy(m->consumer, NULL, NULL);
+}
+
+/* Two members: the first has all, then half; records go to its own queues at all times; the second leaves, the first has all again. */
+static void rebalance(void **state)
+{
+    (void)state;
+    char id[128];
+    member a, b;
+    topic(&c, "group", 4);
+    for (int p = 0; p < 4; p++) fill_partition(&c, "group", p, 10);
+    member_open(&a, "rebalance", "group");
+    EVENTUALLY(15, (serve(&a), a.assigned == 4));
+    for (int i = 0; i < 10; i++)
+        for (int p = 0; p < 4; p++) expect_number(a.consumer, "group", p, i);
+    assert_true(strlen(kafka_consumer_member_id(a.consumer, id, sizeof id)) > 0);
+    assert_false(kafka_consumer_cooperative(a.consumer));
+    member_open(&b, "rebalance", "group");
+    EVENTUALLY(15, (serve(&a), serve(&b), a.revoked == 4 && a.assigned == 6 && b.assigned == 2));
+    assert_int_equal(a.lost, 0);
+    assert_int_equal(b.revoked, 0);
+    /* nothing was committed: each starts its own from the beginning, in its own queue (split again after the re-assign) */
+    for (int p = 0; p < 4; p++) {
+        kafka_consumer *owner = kafka_consumer_queue(a.consumer, "group", p) != NULL ? a.consumer : b.consumer;
+        assert_true((kafka_consumer_queue(a.consumer, "group", p) == NULL) != (kafka_consumer_queue(b.consumer, "group", p) == NULL));
+        for (int i = 0; i < 10; i++) expect_number(owner, "group", p, i);
+    }
+    leave(&b);
+    assert_int_equal(b.revoked, 2);
+    EVENTUALLY(15, (serve(&a), a.assigned == 10));
+    leave(&a);
+    assert_nothing_left();
+}
+
+/* A commit ends as an event, with its opaque; an outsider reads it; what a broker would refuse is refused before it is sent. */
+static void commit_and_outsider(void **state)
+{
+    (void)state;
+    kafka_error err;
+    member m;
+    char long_text[4200];
+    topic(&c, "commit", 2);
+    fill_partition(&c, "commit", 0, 10);
+    member_open(&m, "committers", "commit");
+    EVENTUALLY(15, (serve(&m), m.assigned == 2));
+    kafka_partition p[2] = {{.topic = "commit", .partition = 0, .offset = 7, .metadata = "meta data"}, {.topic = "commit", .partition = 1, .offset = 3}};
+    int token;
+    assert_int_equal(kafka_consumer_commit(m.consumer, p, 2, &token, &err), 0);
+    EVENTUALLY(5, (serve(&m), m.commits == 1));
+    assert_int_equal(m.commit_error.code, 0);
+    assert_ptr_equal(m.commit_opaque, &token);
+    assert_int_equal(m.last_commit.offset, 7);
+    assert_int_equal(m.last_commit.error, 0);
+    /* an outsider reads it */
+    kafka_property props[] = {{"bootstrap.servers", c.bootstrap}, {"group.id", "committers"}};
+    kafka_admin *admin;
+    assert_int_equal(kafka_admin_open(props, 2, &admin, &err), 0);
+    kafka_partition read[3] = {{.topic = "commit", .partition = 0}, {.topic = "commit", .partition = 1}, {.topic = "full", .partition = 0}};
+    assert_int_equal(kafka_admin_committed(admin, read, 3, 5000, &err), 0);
+    assert_int_equal(read[0].offset, 7);
+    assert_string_equal(read[0].metadata, "meta data");
+    assert_int_equal(read[1].offset, 3);
+    assert_null(read[1].metadata);
+    assert_int_equal(read[2].offset, -1001);
+    kafka_admin_destroy(admin);
+    /* what the broker would refuse is refused before */
+    memset(long_text, 'x', sizeof long_text);
+    long_text[4096] = '\0';
+    p[0].metadata = long_text;
+    assert_int_equal(kafka_consumer_commit(m.consumer, p, 1, NULL, &err), 0);
+    EVENTUALLY(5, (serve(&m), m.commits == 2));
+    assert_int_equal(m.commit_error.code, 0);
+    long_text[4096] = 'x';
+    long_text[4097] = '\0';
+    assert_int_equal(kafka_consumer_commit(m.consumer, p, 1, NULL, &err), KAFKA_EKAFKA);
+    assert_string_equal(err.name, "OFFSET_METADATA_TOO_LARGE");
+    p[0].metadata = "\xc3\xa4";
+    assert_int_equal(kafka_consumer_commit(m.consumer, p, 1, NULL, &err), KAFKA_EKAFKA);
+    p[0].metadata = NULL;
+    p[0].offset = -1001;
+    assert_int_equal(kafka_consumer_commit(m.consumer, p, 1, NULL, &err), KAFKA_EKAFKA);
+    /* a refusal by the broker comes back as an event, with its code, not retriable */
+    rd_kafka_mock_push_request_errors(c.mock, 8 /* OffsetCommit */, 1, RD_KAFKA_RESP_ERR_ILLEGAL_GENERATION);
+    p[0].offset = 8;
+    assert_int_equal(kafka_consumer_commit(m.consumer, p, 1, &p, &err), 0);
+    EVENTUALLY(5, (serve(&m), m.commits == 3));
+    assert_string_equal(m.commit_error.name, "ILLEGAL_GENERATION");
+    assert_false(m.commit_error.retriable);
+    assert_ptr_equal(m.commit_opaque, &p);
+    leave(&m);
+}
+
+/* A topic that is not there is told by an event. */
+static void missing_topic(void **state)
+{
+    (void)state;
+    kafka_error err;
+    kafka_event event;
+    member m;
+    rd_kafka_mock_topic_set_error(c.mock, "missing", RD_KAFKA_RESP_ERR_UNKNOWN_TOPIC_OR_PART);
+    member_open(&m, "missing", "missing");
+    bool told = false;
+    int64_t limit_ms = now_ms() + 10000;
+    while (!told && now_ms() < limit_ms) {
+        while (kafka_consumer_poll(m.consumer, &event)) {
+            told |= event.type == KAFKA_EVENT_ERROR && strcmp(event.error.name, "UNKNOWN_TOPIC_OR_PART") == 0;
+            if (event.type == KAFKA_EVENT_ASSIGN) kafka_consumer_assign(m.consumer, event.partitions, event.n_partitions, &err);
+            kafka_event_free(&event);
+        }
+        nap_ms(5);
+    }
+    assert_true(told);
+    kafka_consumer_destroy(m.consumer, NULL, NULL);
+}
+
+/* A broker that is gone: errors and logs come as events and are retriable; destroying does not wait for it. */
+static void broker_gone(void **state)
+{
+    (void)state;
+    kafka_error err;
+    cluster own;
+    cluster_start(&own, 1);
+    topic(&own, "gone", 1);
+    fill_partition(&own, "gone", 0, 10);
+    cluster saved = c;
+    member m;
+    c = own;
+    member_open(&m, "gone", "gone");
+    c = saved;
+    EVENTUALLY(15, (serve(&m), m.assigned == 1));
+    expect_number(m.consumer, "gone", 0, 0);
+    rd_kafka_mock_broker_set_down(own.mock, 1);
+    EVENTUALLY(15, (serve(&m), m.error.code != 0));
+    assert_true(m.error.retriable);
+    assert_false(m.error.fatal);
+    kafka_partition p = {.topic = "gone", .partition = 0, .offset = 1};
+    assert_int_equal(kafka_consumer_commit(m.consumer, &p, 1, NULL, &err), 0); /* pending for ever */
+    int64_t before = now_ms();
+    kafka_consumer_destroy(m.consumer, NULL, NULL);
+    assert_true(now_ms() - before < 100);
+    assert_nothing_left();
+    cluster_stop(&own);
+}
+
+/* Closing with records in the queues, a commit in flight and a slow broker: REVOKE is answered, closed() comes, nothing is left. */
+static void close_sequence(void **state)
+{
+    (void)state;
+    kafka_error err;
+    member m;
+    topic(&c, "close", 2);
+    fill_partition(&c, "close", 0, 1000);
+    member_open(&m, "close", "close");
+    EVENTUALLY(15, (serve(&m), m.assigned == 2));
+    expect_number(m.consumer, "close", 0, 0);
+    rd_kafka_mock_broker_set_rtt(c.mock, 1, 100);
+    kafka_partition p = {.topic = "close", .partition = 0, .offset = 1};
+    assert_int_equal(kafka_consumer_commit(m.consumer, &p, 1, NULL, &err), 0);
+    assert_int_equal(kafka_consumer_close_begin(m.consumer, &err), 0);
+    EVENTUALLY(10, (serve(&m), kafka_consumer_closed(m.consumer)));
+    assert_int_equal(m.revoked, 2);
+    assert_int_equal(m.commits, 1);
+    assert_int_equal(m.commit_error.code, 0);
+    rd_kafka_mock_broker_set_rtt(c.mock, 1, 0);
+    assert_int_equal(kafka_consumer_close_begin(m.consumer, &err), KAFKA_EKAFKA); /* twice is an error, not a crash */
+    kafka_consumer_destroy(m.consumer, NULL, NULL);
+    assert_nothing_left();
+}
+
+static void error_table(void **state)
+{
+    (void)state;
+    kafka_error err;
+    kafka_error_set(&err, RD_KAFKA_RESP_ERR__TRANSPORT, "x %d", 1);
+    assert_string_equal(err.name, "_TRANSPORT");
+    assert_string_equal(err.text, "x 1");
+    assert_true(err.retriable && !err.fatal);
+    kafka_error_set(&err, RD_KAFKA_RESP_ERR_FENCED_INSTANCE_ID, "x");
+    assert_true(!err.retriable && err.fatal);
+    kafka_error_set(&err, RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED, "x");
+    assert_true(!err.retriable && !err.fatal);
+    kafka_error_set(&err, 9999, "unknown codes too");
+    assert_true(err.name[0] != '\0' && !err.retriable && !err.fatal);
+    kafka_error_set(NULL, 1, "nobody wants it");
+    assert_true(kafka_version_number() >= 0x02000200);
+    assert_true(strlen(kafka_version()) >= 5);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(error_table),         cmocka_unit_test(wake_ups),  cmocka_unit_test(wake_by_descriptor), cmocka_unit_test(destroy_full),
+        cmocka_unit_test(out_of_range),        cmocka_unit_test(rebalance), cmocka_unit_test(commit_and_outsider), cmocka_unit_test(missing_topic),
+        cmocka_unit_test(broker_gone), cmocka_unit_test(close_sequence),
+    };
+    return cmocka_run_group_tests_name("kafka consumer", tests, start, stop);
+}
