@@ -250,7 +250,7 @@ int kafka_consumer_assign_remove(kafka_consumer *consumer, const kafka_partition
 
 /* ------------------------------------------------------------------ records */
 
-static void to_record(rd_kafka_message_t *message, kafka_queue *queue, kafka_record *record)
+void kafka_record_make(rd_kafka_message_t *message, kafka_record *record)
 {
     rd_kafka_timestamp_type_t type;
     memset(record, 0, sizeof *record);
@@ -261,12 +261,10 @@ static void to_record(rd_kafka_message_t *message, kafka_queue *queue, kafka_rec
     if (message->err != RD_KAFKA_RESP_ERR_NO_ERROR) {
         record->error = message->err;
         record->error_text = rd_kafka_message_errstr(message);
-        if (message->err == RD_KAFKA_RESP_ERR__PARTITION_EOF) {
+        if (message->err == RD_KAFKA_RESP_ERR__PARTITION_EOF)
             record->error = KAFKA_RECORD_EOF;
-        } else if (message->err == RD_KAFKA_RESP_ERR__AUTO_OFFSET_RESET || message->err == RD_KAFKA_RESP_ERR_OFFSET_OUT_OF_RANGE) {
+        else if (message->err == RD_KAFKA_RESP_ERR__AUTO_OFFSET_RESET || message->err == RD_KAFKA_RESP_ERR_OFFSET_OUT_OF_RANGE)
             record->error = KAFKA_RECORD_OUT_OF_RANGE;
-            queue->stopped = true;
-        }
         return;
     }
     record->timestamp_ms = rd_kafka_message_timestamp(message, &type);
@@ -282,7 +280,11 @@ size_t kafka_queue_wait(kafka_queue *queue, kafka_record *out, size_t max, int t
 {
     size_t n = 0;
     rd_kafka_message_t *message;
-    while (n < max && (message = rd_kafka_consume_queue(queue->rkqu, n == 0 ? timeout_ms : 0)) != NULL) to_record(message, queue, &out[n++]);
+    while (n < max && (message = rd_kafka_consume_queue(queue->rkqu, n == 0 ? timeout_ms : 0)) != NULL) {
+        kafka_record_make(message, &out[n]);
+        queue->stopped |= out[n].error == KAFKA_RECORD_OUT_OF_RANGE;
+        n++;
+    }
     return n;
 }
 

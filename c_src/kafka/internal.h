@@ -37,6 +37,9 @@ void kafka_wake_off(rd_kafka_queue_t *queue);
 bool kafka_event_make(rd_kafka_t *rk, rd_kafka_event_t *rkev, kafka_event *event);
 void kafka_error_made(kafka_error *error, rd_kafka_t *rk, rd_kafka_resp_err_t code, const char *text);
 
+/* record shows message and borrows from it. */
+void kafka_record_make(rd_kafka_message_t *message, kafka_record *record);
+
 int kafka_set_token(rd_kafka_t *rk, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
 
 /* The job of destroying one client: allocated when the client is opened, so that destroying cannot fail for memory. */

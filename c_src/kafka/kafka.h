@@ -200,6 +200,7 @@ int kafka_admin_delete_records(kafka_admin *admin, const char *topic, int32_t pa
 /* ------------------------------------------------------------------ reading by exact offset: blocks; a thread of its own */
 typedef struct kafka_reader kafka_reader;
 int kafka_reader_open(const kafka_property *props, size_t n_props, kafka_reader **out, kafka_error *err);
+int kafka_reader_set_token(kafka_reader *reader, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
 /* Reads the records of one partition at exactly these ascending offsets. each() gets every one found (record borrowed) or NULL when
  * it is gone (retention, compaction, control record): never a neighbour in its place. Seeks over long gaps. Returns 0, or KAFKA_EKAFKA when it
  * could not be read in time: what was not reported is unknown, ask again. */
