@@ -8,17 +8,17 @@
 typedef struct admin {
     ErlNifMutex *lock;
     kafka_admin *admin; /* NULL = closed */
-    bool counted;
 } admin;
 
 void admin_dtor(ErlNifEnv *env, void *object)
 {
     (void)env;
     admin *a = object;
-    if (!a->counted) return;
-    if (a->admin) kafka_admin_destroy(a->admin);
+    if (a->admin) {
+        kafka_admin_destroy(a->admin);
+        atomic_fetch_sub(&live_admins, 1);
+    }
     enif_mutex_destroy(a->lock);
-    atomic_fetch_sub(&live_admins, 1);
 }
 
 KMQ_NIF(nif_admin_open)
@@ -31,10 +31,9 @@ KMQ_NIF(nif_admin_open)
     admin *a = enif_alloc_resource(admin_type, sizeof *a);
     memset(a, 0, sizeof *a);
     a->lock = enif_mutex_create((char *)(uintptr_t) "kmq:admin");
-    a->counted = true;
-    atomic_fetch_add(&live_admins, 1);
     kafka_error err = {0};
     int rc = kafka_admin_open(props, n, &a->admin, &err);
+    if (!rc) atomic_fetch_add(&live_admins, 1);
     ERL_NIF_TERM result = rc ? term_error(env, &err) : term_ok(env, enif_make_resource(env, a));
     enif_release_resource(a);
     enif_free(memory);
@@ -70,6 +69,7 @@ KMQ_NIF(nif_admin_close)
     if (!a) return result;
     kafka_admin_destroy(a->admin);
     a->admin = NULL;
+    atomic_fetch_sub(&live_admins, 1);
     return leave(env, a, 0, NULL, atoms.ok);
 }
 
@@ -92,7 +92,7 @@ KMQ_NIF(nif_admin_partitions)
     (void)argc;
     int timeout, n = 0, replication = 0;
     char *topic = term_string(env, argv[1]);
-    ERL_NIF_TERM result = enif_make_badarg(env);
+    ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
     if (topic && enif_get_int(env, argv[2], &timeout)) {
         admin *a = enter(env, argv[0], &result);
         kafka_error err = {0};
@@ -103,7 +103,7 @@ KMQ_NIF(nif_admin_partitions)
         }
     }
     enif_free(topic);
-    return result;
+    return result ? result : enif_make_badarg(env);
 }
 
 typedef struct collector {
@@ -140,7 +140,7 @@ KMQ_NIF(nif_admin_create_topic)
     kafka_property *config = NULL;
     size_t n_config = 0;
     void *memory = NULL;
-    ERL_NIF_TERM result = enif_make_badarg(env);
+    ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
     if (topic && enif_get_int(env, argv[2], &n) && enif_get_int(env, argv[3], &replication) &&
         term_properties(env, argv[4], &config, &n_config, &memory) && enif_get_int(env, argv[5], &timeout)) {
         admin *a = enter(env, argv[0], &result);
@@ -152,7 +152,7 @@ KMQ_NIF(nif_admin_create_topic)
     }
     enif_free(memory);
     enif_free(topic);
-    return result;
+    return result ? result : enif_make_badarg(env);
 }
 
 KMQ_NIF(nif_admin_create_partitions)
@@ -160,14 +160,14 @@ KMQ_NIF(nif_admin_create_partitions)
     (void)argc;
     int n, timeout;
     char *topic = term_string(env, argv[1]);
-    ERL_NIF_TERM result = enif_make_badarg(env);
+    ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
     if (topic && enif_get_int(env, argv[2], &n) && enif_get_int(env, argv[3], &timeout)) {
         admin *a = enter(env, argv[0], &result);
         kafka_error err = {0};
         if (a) result = leave(env, a, kafka_admin_create_partitions(a->admin, topic, n, timeout, &err), &err, atoms.ok);
     }
     enif_free(topic);
-    return result;
+    return result ? result : enif_make_badarg(env);
 }
 
 KMQ_NIF(nif_admin_delete_topic)
@@ -175,14 +175,14 @@ KMQ_NIF(nif_admin_delete_topic)
     (void)argc;
     int timeout;
     char *topic = term_string(env, argv[1]);
-    ERL_NIF_TERM result = enif_make_badarg(env);
+    ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
     if (topic && enif_get_int(env, argv[2], &timeout)) {
         admin *a = enter(env, argv[0], &result);
         kafka_error err = {0};
         if (a) result = leave(env, a, kafka_admin_delete_topic(a->admin, topic, timeout, &err), &err, atoms.ok);
     }
     enif_free(topic);
-    return result;
+    return result ? result : enif_make_badarg(env);
 }
 
 static void collect_config(void *ctx, const char *name, const char *value)
@@ -197,7 +197,7 @@ KMQ_NIF(nif_admin_topic_config)
     (void)argc;
     int timeout;
     char *topic = term_string(env, argv[1]);
-    ERL_NIF_TERM result = enif_make_badarg(env);
+    ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
     if (topic && enif_get_int(env, argv[2], &timeout)) {
         admin *a = enter(env, argv[0], &result);
         kafka_error err = {0};
@@ -208,7 +208,7 @@ KMQ_NIF(nif_admin_topic_config)
         }
     }
     enif_free(topic);
-    return result;
+    return result ? result : enif_make_badarg(env);
 }
 
 /* admin_committed(Ref, [{Topic, Partition}], TimeoutMs) -> {ok, [{Topic, Partition, Offset}]} in the order asked */
@@ -220,7 +220,7 @@ KMQ_NIF(nif_admin_committed)
     if (!enif_get_list_length(env, argv[1], &length) || !enif_get_int(env, argv[2], &timeout)) return enif_make_badarg(env);
     kafka_partition *list = enif_alloc((length + 1) * sizeof *list);
     size_t n = 0;
-    ERL_NIF_TERM head, tail = argv[1], result = enif_make_badarg(env);
+    ERL_NIF_TERM head, tail = argv[1], result = 0; /* 0 = a bad argument: making that term already raises */
     while (list && enif_get_list_cell(env, tail, &head, &tail)) {
         const ERL_NIF_TERM *pair;
         int arity, partition;
@@ -244,7 +244,7 @@ KMQ_NIF(nif_admin_committed)
 out:
     for (size_t i = 0; i < n; i++) enif_free((void *)(uintptr_t)list[i].topic);
     enif_free(list);
-    return result;
+    return result ? result : enif_make_badarg(env);
 }
 
 KMQ_NIF(nif_admin_watermarks)
@@ -252,7 +252,7 @@ KMQ_NIF(nif_admin_watermarks)
     (void)argc;
     int partition, timeout;
     char *topic = term_string(env, argv[1]);
-    ERL_NIF_TERM result = enif_make_badarg(env);
+    ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
     if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int(env, argv[3], &timeout)) {
         admin *a = enter(env, argv[0], &result);
         kafka_error err = {0};
@@ -264,7 +264,7 @@ KMQ_NIF(nif_admin_watermarks)
         }
     }
     enif_free(topic);
-    return result;
+    return result ? result : enif_make_badarg(env);
 }
 
 KMQ_NIF(nif_admin_offset_for_time)
@@ -273,7 +273,7 @@ KMQ_NIF(nif_admin_offset_for_time)
     int partition, timeout;
     ErlNifSInt64 time_ms;
     char *topic = term_string(env, argv[1]);
-    ERL_NIF_TERM result = enif_make_badarg(env);
+    ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
     if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int64(env, argv[3], &time_ms) && enif_get_int(env, argv[4], &timeout)) {
         admin *a = enter(env, argv[0], &result);
         kafka_error err = {0};
@@ -284,7 +284,7 @@ KMQ_NIF(nif_admin_offset_for_time)
         }
     }
     enif_free(topic);
-    return result;
+    return result ? result : enif_make_badarg(env);
 }
 
 KMQ_NIF(nif_admin_delete_records)
@@ -293,12 +293,12 @@ KMQ_NIF(nif_admin_delete_records)
     int partition, timeout;
     ErlNifSInt64 before;
     char *topic = term_string(env, argv[1]);
-    ERL_NIF_TERM result = enif_make_badarg(env);
+    ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
     if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int64(env, argv[3], &before) && enif_get_int(env, argv[4], &timeout)) {
         admin *a = enter(env, argv[0], &result);
         kafka_error err = {0};
         if (a) result = leave(env, a, kafka_admin_delete_records(a->admin, topic, partition, before, timeout, &err), &err, atoms.ok);
     }
     enif_free(topic);
-    return result;
+    return result ? result : enif_make_badarg(env);
 }

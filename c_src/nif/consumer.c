@@ -24,7 +24,6 @@ void consumer_dtor(ErlNifEnv *env, void *object)
     if (!c->engine) return;
     engine_kill(c->engine);
     engine_free(c->engine);
-    atomic_fetch_sub(&live_consumers, 1);
 }
 
 /* The owner or the borrower died. A borrower's death only redirects the wake-ups; the owner's ends the consumer. */
@@ -87,6 +86,7 @@ static bool read_config(ErlNifEnv *env, ERL_NIF_TERM map, engine *e)
               term_map_int64(env, map, atoms.max_poll_ms, &c->max_poll_ms) &&
               term_map_int64(env, map, atoms.store_bytes, &c->store_bytes) && term_map_int64(env, map, atoms.instance, &instance);
     c->instance = (uint64_t)instance;
+    if (!c->markers) c->max_in_flight = INT64_MAX;
     return ok && c->lease_ms > 0 && c->start_ahead > 0 && c->max_in_flight > 0 && c->max_poll_ms > 0 &&
            enif_get_map_value(env, map, atoms.topics, &value) && read_topics(env, value, e);
 }
@@ -251,7 +251,7 @@ KMQ_NIF(nif_consumer_assign)
     kafka_partition *list = enif_alloc((length + 1) * sizeof *list);
     bool *has_commit = enif_alloc(length + 1);
     size_t n = 0;
-    ERL_NIF_TERM head, tail = argv[2], result = enif_make_badarg(env);
+    ERL_NIF_TERM head, tail = argv[2], result = 0; /* 0 = a bad argument: making that term already raises */
     if (!list || !has_commit) goto out;
     while (enif_get_list_cell(env, tail, &head, &tail)) {
         if (!get_partition(env, head, &list[n], &has_commit[n])) goto out;
@@ -271,7 +271,7 @@ out:
     for (size_t i = 0; i < n; i++) enif_free((void *)(uintptr_t)list[i].topic);
     enif_free(list);
     enif_free(has_commit);
-    return result;
+    return result ? result : enif_make_badarg(env);
 }
 
 /* consumer_reset(Ref, Slot, Offset): after {out_of_range, Slot, ...}. Offset < 0: begin again at its own position. */
@@ -374,12 +374,6 @@ KMQ_NIF(nif_consumer_set_token)
 }
 
 /* ------------------------------------------------------------------ settle: any process, no engine lock */
-static void wake_if_full(engine *e, part *p, bool was_full)
-{
-    (void)p;
-    if (was_full) engine_wake_borrower(e);
-}
-
 /* What waits is written within ack_flush_interval by the owner, or at once by whoever brings the thousandth. */
 static void after_settle(engine *e, int64_t added)
 {
@@ -432,7 +426,7 @@ static ERL_NIF_TERM settle_run(ErlNifEnv *env, engine *e, int slot, kmq_end_caus
         memset(results, KMQ_EUNKNOWN, n);
     }
     enif_rwlock_runlock(e->slots_lock);
-    wake_if_full(e, p, was_full);
+    if (was_full) engine_wake_borrower(e);
     for (size_t i = 0; i < n; i++) {
         if (results[i] == KMQ_OK || results[i] == KMQ_ELATE) ++*added;
         if (results[i] != KMQ_OK) failures = enif_make_list_cell(env, failure(env, slot, offsets[i], results[i]), failures);
@@ -493,7 +487,7 @@ static int retry_one(engine *e, int slot, int64_t offset, int64_t delay_ms, int 
     }
     enif_rwlock_runlock(e->slots_lock);
     enif_free(r);
-    wake_if_full(e, p, was_full);
+    if (was_full) engine_wake_borrower(e);
     return rc;
 }
 
@@ -563,7 +557,9 @@ KMQ_NIF(nif_consumer_info)
     for (int32_t i = e->n_slots; i-- > 0;)
         if (e->slots[i]) list = enif_make_list_cell(env, part_info(env, e->slots[i]), list);
     enif_make_map_put(env, map, atoms.partitions, list, &map);
-    put(env, &map, atoms.waiting, atomic_load(&e->waiting));
+    int64_t waiting = 0;
+    for (size_t i = 0; i < e->n_active; i++) waiting += (int64_t)e->active[i]->store.count;
+    put(env, &map, atoms.waiting, waiting);
     put(env, &map, atoms.ends, atomic_load(&e->pending));
     put(env, &map, atoms.in_flight, (int64_t)e->ends_in_flight);
     put(env, &map, atoms.epoch, (int64_t)e->epoch);

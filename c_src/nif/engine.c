@@ -3,12 +3,16 @@
 
 #include <string.h>
 #include "atoms.h"
+#include "resource.h"
 #include "term.h"
 #include "../kafka/failpoint.h"
 
 enum { CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200 };
 
-int64_t engine_now(void) { return enif_monotonic_time(ERL_NIF_MSEC); }
+/* Positive, unlike the VM's own: 0 can mean "never". */
+static int64_t base_ms;
+void engine_clock_load(void) { base_ms = enif_monotonic_time(ERL_NIF_MSEC) - 1000; }
+int64_t engine_now(void) { return enif_monotonic_time(ERL_NIF_MSEC) - base_ms; }
 
 /* ------------------------------------------------------------------ waking */
 static void send_to(engine *e, const ErlNifPid *to, ERL_NIF_TERM what, int64_t in_ms)
@@ -135,7 +139,6 @@ static bool add_slot(engine *e, part *p)
 static void retire(engine *e, part *p)
 {
     enif_mutex_lock(p->lock);
-    atomic_fetch_sub(&e->waiting, kmq_ledger_waiting(&p->ledger));
     kmq_ledger_retire(&p->ledger);
     p->state = PART_RETIRED;
     enif_mutex_unlock(p->lock);
@@ -419,6 +422,7 @@ static void destroy_clients(engine *e)
     if (e->producer) kafka_producer_destroy(e->producer, NULL, NULL);
     e->consumer = NULL;
     e->producer = NULL;
+    atomic_fetch_sub(&live_consumers, 1);
 }
 
 void engine_close_begin(engine *e, int64_t deadline)

@@ -81,11 +81,11 @@ struct part {
     int64_t start_pause_until;
     uint64_t foreign_copies, handed_out;
 
-    ErlNifMutex *lock; /* ledger, retries, wants_flush, full */
+    ErlNifMutex *lock; /* ledger, retries, settled */
     kmq_ledger ledger;
     retry *retries, **retries_tail;
     uint64_t settled;
-    bool full; /* a hand-out stopped at max_in_flight */
+    _Atomic bool full; /* a hand-out stopped at max_in_flight; an ack ends it */
 };
 
 /* One record (range format) or one batch of records (kmq format) on its way to the marker topic. */
@@ -145,7 +145,6 @@ struct engine {
     char start_error[160];
     int64_t start_error_at;
 
-    _Atomic int64_t waiting;  /* fetched, not handed out */
     _Atomic int64_t pending;  /* ENDs and RETRYs not yet in a record */
     _Atomic int64_t owner_due; /* when the owner polls next */
     _Atomic bool records_woken;
@@ -161,7 +160,8 @@ struct engine {
     kmq_range ranges[2048];                   /* of one record */
 };
 
-int64_t engine_now(void); /* monotonic, ms */
+int64_t engine_now(void); /* monotonic, ms, > 0 */
+void engine_clock_load(void);
 
 /* -- life (engine.c). Everything below is called with engine.lock held unless it says otherwise. */
 void engine_notify_owner(engine *engine, int64_t in_ms); /* no lock needed */

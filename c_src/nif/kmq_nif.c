@@ -2,6 +2,7 @@
 #include "resource.h"
 
 #include "backoff.h"
+#include "engine.h"
 #include "kafka.h"
 #include "term.h"
 
@@ -126,6 +127,7 @@ static int load(ErlNifEnv *env, void **priv, ERL_NIF_TERM info)
     *priv = NULL;
     if (!enif_get_int(env, info, &abi) || abi != KMQ_NIF_ABI) return 1;
     atoms_load(env);
+    engine_clock_load();
     return resources_load(env) ? 0 : 2;
 }
 

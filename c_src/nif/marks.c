@@ -323,6 +323,7 @@ void marks_timeouts(engine *e, int64_t now)
             int rc = kmq_ledger_take_timeouts(&p->ledger, now, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
             enif_mutex_unlock(p->lock);
             if (rc || !n) break;
+            if (atomic_exchange(&p->full, false)) engine_wake_borrower(e);
             if (e->config.format == FORMAT_RANGE)
                 write_marks(e, p, KMQ_MARKER_RETRY, e->ranges, n, 0, KMQ_RETRY_TIMEOUT, KMQ_FLAG_COUNTS, NULL, 0, now);
         }

@@ -44,7 +44,6 @@ typedef struct publisher {
     size_t n_waiters;
     ErlNifPid owner;
     bool owner_alive, ready_sent;
-    bool counted;
 } publisher;
 
 static void send_simple(publisher *p, const ErlNifPid *to, ErlNifEnv *caller_env, ERL_NIF_TERM what)
@@ -93,6 +92,7 @@ static void close_locked(publisher *p, ErlNifEnv *caller_env)
     if (!p->producer) return;
     kafka_producer_destroy(p->producer, NULL, NULL);
     p->producer = NULL;
+    atomic_fetch_sub(&live_publishers, 1);
     while (p->first) {
         batch *b = p->first;
         for (size_t i = 0; i < b->n; i++)
@@ -107,9 +107,11 @@ void publisher_dtor(ErlNifEnv *env, void *object)
 {
     (void)env;
     publisher *p = object;
-    if (!p->counted) return;
     /* batches in flight have no reader left that could know this handle */
-    if (p->producer) kafka_producer_destroy(p->producer, NULL, NULL);
+    if (p->producer) {
+        kafka_producer_destroy(p->producer, NULL, NULL);
+        atomic_fetch_sub(&live_publishers, 1);
+    }
     while (p->first) {
         batch *b = p->first;
         p->first = b->next;
@@ -121,7 +123,6 @@ void publisher_dtor(ErlNifEnv *env, void *object)
     enif_free(p->waiters);
     enif_mutex_destroy(p->lock);
     enif_mutex_destroy(p->wake_lock);
-    atomic_fetch_sub(&live_publishers, 1);
 }
 
 void publisher_down(ErlNifEnv *env, void *object, ErlNifPid *pid, ErlNifMonitor *monitor)
@@ -151,14 +152,13 @@ KMQ_NIF(nif_publisher_open)
     memset(p, 0, sizeof *p);
     p->lock = enif_mutex_create((char *)(uintptr_t) "kmq:publisher");
     p->wake_lock = enif_mutex_create((char *)(uintptr_t) "kmq:publisher_wake");
-    p->counted = true;
-    atomic_fetch_add(&live_publishers, 1);
     enif_self(env, &p->owner);
     p->owner_alive = true;
     kafka_error err = {0};
     kafka_wake wake = {.fn = woken, .ctx = p, .fd = -1};
     ErlNifMonitor monitor;
     int rc = kafka_producer_open(props, n, idempotent, &wake, &p->producer, &err);
+    if (!rc) atomic_fetch_add(&live_publishers, 1);
     if (!rc) rc = enif_monitor_process(env, p, &p->owner, &monitor);
     ERL_NIF_TERM result = rc ? term_error(env, &err) : term_ok(env, enif_make_resource(env, p));
     enif_release_resource(p);

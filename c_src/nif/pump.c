@@ -83,9 +83,9 @@ static bool keep(engine *e, part *p, const kafka_record *record)
     if (!ok) return false;
     size_t accepted = 0;
     enif_mutex_lock(p->lock);
-    int rc = ours ? kmq_ledger_fetch(&p->ledger, &record->offset, 1, &accepted) : kmq_ledger_skip(&p->ledger, record->offset);
+    if (ours) kmq_ledger_fetch(&p->ledger, &record->offset, 1, &accepted);
+    else kmq_ledger_skip(&p->ledger, record->offset);
     enif_mutex_unlock(p->lock);
-    if (ours && rc == KMQ_OK) atomic_fetch_add(&e->waiting, 1);
     if (!ours) p->foreign_copies++;
     p->position = record->offset + 1;
     return true;
@@ -110,7 +110,6 @@ static size_t keep_plain(engine *e, part *p, const kafka_record *records, size_t
     enif_mutex_lock(p->lock);
     kmq_ledger_fetch(&p->ledger, offsets, count, &accepted);
     enif_mutex_unlock(p->lock);
-    atomic_fetch_add(&e->waiting, (int64_t)count);
     p->position = offsets[count - 1] + 1;
     return count;
 }
@@ -136,26 +135,34 @@ static size_t fetch_some(engine *e, part *p, size_t max)
     return kept;
 }
 
-static size_t stored_bytes(const engine *e)
+/* What is fetched and not handed out. A partition that stands at max_in_flight takes no room from the others. */
+static void stored(const engine *e, int64_t *count, size_t *bytes)
 {
-    size_t bytes = 0;
-    for (size_t i = 0; i < e->n_active; i++) bytes += e->active[i]->store.bytes;
-    return bytes;
+    *count = 0;
+    *bytes = 0;
+    for (size_t i = 0; i < e->n_active; i++) {
+        const part *p = e->active[i];
+        if (p->full) continue;
+        *count += (int64_t)p->store.count;
+        *bytes += p->store.bytes;
+    }
 }
 
 static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
 {
     if (atomic_exchange(&e->records_woken, false))
         for (size_t i = 0; i < e->n_active; i++) e->active[i]->hot = true;
-    int64_t room = e->config.start_ahead + want - atomic_load(&e->waiting);
-    size_t idle = 0, bytes = stored_bytes(e);
+    int64_t count;
+    size_t idle = 0, bytes;
+    stored(e, &count, &bytes);
+    int64_t room = e->config.start_ahead + want - count;
     uint64_t foreign = 0;
     while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start)) {
         part *p = e->active[e->cursor % e->n_active];
         e->cursor = (e->cursor + 1) % e->n_active;
         size_t got = 0, before = p->store.bytes;
         uint64_t skipped = p->foreign_copies;
-        while (p->hot && !p->broken && got < QUANTUM && (int64_t)got < room && (int64_t)bytes < e->config.store_bytes) {
+        while (p->hot && !p->broken && !p->full && got < QUANTUM && (int64_t)got < room && (int64_t)bytes < e->config.store_bytes) {
             size_t left = (size_t)(room - (int64_t)got);
             got += fetch_some(e, p, left < QUANTUM - got ? left : QUANTUM - got);
             if (slice_over(start)) break;
@@ -222,7 +229,6 @@ static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, in
         }
     }
     p->handed_out += (uint64_t)got;
-    atomic_fetch_sub(&e->waiting, got);
     return got;
 }
 

@@ -369,7 +369,7 @@ defmodule Kmq.Handle do
   end
 
   defp last_polls(ref, deadline) do
-    with {events, _next} <- :kmq_nif.consumer_poll(ref),
+    with {events, _next} when is_list(events) <- :kmq_nif.consumer_poll(ref),
          false <- Enum.any?(events, &match?({:closed, _}, &1)),
          true <- System.monotonic_time(:millisecond) < deadline do
       receive do
@@ -388,8 +388,8 @@ defmodule Kmq.Handle do
 
   defp poll(state) do
     case :kmq_nif.consumer_poll(state.ref) do
-      {events, next} -> events |> Enum.reduce(state, &event/2) |> schedule(next)
       {:error, _closed} -> state
+      {events, next} -> events |> Enum.reduce(state, &event/2) |> schedule(next)
     end
   end
 

@@ -1,0 +1,144 @@
+/* rdkafka_alone - the ceiling: librdkafka by itself, in C. First line of `make bench`, and what the other lines are a ratio of.
+ *
+ *   rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES     fills the topic, round robin over the partitions
+ *   rdkafka_alone consume BOOTSTRAP TOPIC GROUP COUNT                reads COUNT messages: split queues, pop up to 256, free together
+ *
+ * consume prints one line: MESSAGES SECONDS CPU_SECONDS, from the first message on. */
+#include <librdkafka/rdkafka.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <time.h>
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
+
+static double cpu(void)
+{
+    struct rusage u;
+    getrusage(RUSAGE_SELF, &u);
+    return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1e6;
+}
+
+static void die(const char *what, const char *why)
+{
+    fprintf(stderr, "%s: %s\n", what, why);
+    exit(1);
+}
+
+static void set(rd_kafka_conf_t *conf, const char *name, const char *value)
+{
+    char err[256];
+    if (rd_kafka_conf_set(conf, name, value, err, sizeof err) == RD_KAFKA_CONF_INVALID) die(name, err);
+}
+
+static rd_kafka_t *client(rd_kafka_type_t type, rd_kafka_conf_t *conf)
+{
+    char err[256];
+    rd_kafka_t *rk = rd_kafka_new(type, conf, err, sizeof err);
+    if (!rk) die("rd_kafka_new", err);
+    return rk;
+}
+
+static int produce(char **argv)
+{
+    rd_kafka_conf_t *conf = rd_kafka_conf_new();
+    set(conf, "bootstrap.servers", argv[2]);
+    set(conf, "enable.idempotence", "true");
+    set(conf, "linger.ms", "20");
+    set(conf, "queue.buffering.max.messages", "1000000");
+    rd_kafka_t *rk = client(RD_KAFKA_PRODUCER, conf);
+    rd_kafka_topic_t *topic = rd_kafka_topic_new(rk, argv[3], NULL);
+    long partitions = atol(argv[4]), count = atol(argv[5]), bytes = atol(argv[6]);
+    char *value = malloc((size_t)bytes + 1);
+    if (!value) die("malloc", "no memory");
+    for (long i = 0; i < bytes; i++) value[i] = (char)('a' + (i * 7919 + i / 26) % 26);
+    for (long i = 0; i < count;) {
+        if (bytes >= 8) memcpy(value, &i, 8);
+        if (rd_kafka_produce(topic, (int32_t)(i % partitions), RD_KAFKA_MSG_F_COPY, value, (size_t)bytes, NULL, 0, NULL) == 0) i++;
+        else rd_kafka_poll(rk, 10);
+        if (i % 1000 == 0) rd_kafka_poll(rk, 0);
+    }
+    if (rd_kafka_flush(rk, 120000)) die("flush", "not all messages were acknowledged");
+    free(value);
+    rd_kafka_topic_destroy(topic);
+    rd_kafka_destroy(rk);
+    return 0;
+}
+
+enum { PARTITIONS = 256, POP = 256 };
+
+static int consume(char **argv)
+{
+    rd_kafka_conf_t *conf = rd_kafka_conf_new();
+    set(conf, "bootstrap.servers", argv[2]);
+    set(conf, "group.id", argv[4]);
+    set(conf, "auto.offset.reset", "earliest");
+    set(conf, "enable.auto.commit", "false");
+    set(conf, "enable.auto.offset.store", "false");
+    set(conf, "fetch.message.max.bytes", "1048576");
+    set(conf, "fetch.max.bytes", "16777216");
+    set(conf, "queued.min.messages", "100000");
+    set(conf, "queued.max.messages.kbytes", "16384");
+    set(conf, "fetch.queue.backoff.ms", "10"); /* unknown before 2.2: ignored by set() */
+    set(conf, "socket.nagle.disable", "true");
+    rd_kafka_conf_set_events(conf, RD_KAFKA_EVENT_REBALANCE);
+    rd_kafka_t *rk = client(RD_KAFKA_CONSUMER, conf);
+    rd_kafka_poll_set_consumer(rk);
+    rd_kafka_queue_t *control = rd_kafka_queue_get_consumer(rk), *queues[PARTITIONS];
+    rd_kafka_topic_partition_list_t *topics = rd_kafka_topic_partition_list_new(1);
+    rd_kafka_topic_partition_list_add(topics, argv[3], RD_KAFKA_PARTITION_UA);
+    rd_kafka_subscribe(rk, topics);
+    rd_kafka_topic_partition_list_destroy(topics);
+    int n_queues = 0;
+    long count = atol(argv[5]), got = 0;
+    double start = 0, start_cpu = 0, last = now();
+    while (got < count) {
+        rd_kafka_event_t *event = rd_kafka_queue_poll(control, n_queues ? 0 : 100);
+        if (event && rd_kafka_event_error(event) == RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS) {
+            rd_kafka_topic_partition_list_t *list = rd_kafka_event_topic_partition_list(event);
+            for (int i = 0; i < list->cnt && n_queues < PARTITIONS; i++) {
+                queues[n_queues] = rd_kafka_queue_get_partition(rk, list->elems[i].topic, list->elems[i].partition);
+                rd_kafka_queue_forward(queues[n_queues++], NULL);
+            }
+            rd_kafka_assign(rk, list);
+        }
+        if (event) rd_kafka_event_destroy(event);
+        long before = got;
+        for (int i = 0; i < n_queues; i++) {
+            rd_kafka_message_t *messages[POP];
+            int n = 0;
+            while (n < POP && (messages[n] = rd_kafka_consume_queue(queues[i], 0))) n++;
+            if (n && !start) {
+                start = now();
+                start_cpu = cpu();
+            }
+            for (int k = 0; k < n; k++) {
+                if (!messages[k]->err) got++;
+                rd_kafka_message_destroy(messages[k]);
+            }
+        }
+        if (got > before) last = now();
+        else if (now() - last > 60) die("consume", "no message for 60 s");
+        else if (n_queues) nanosleep(&(struct timespec){0, 100000}, NULL);
+    }
+    printf("%ld %.6f %.6f\n", got, now() - start, cpu() - start_cpu);
+    for (int i = 0; i < n_queues; i++) rd_kafka_queue_destroy(queues[i]);
+    rd_kafka_consumer_close(rk);
+    rd_kafka_queue_destroy(control);
+    rd_kafka_destroy(rk);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc == 7 && !strcmp(argv[1], "produce")) return produce(argv);
+    if (argc == 6 && !strcmp(argv[1], "consume")) return consume(argv);
+    fprintf(stderr, "usage: rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES | consume BOOTSTRAP TOPIC GROUP COUNT\n");
+    return 2;
+}
