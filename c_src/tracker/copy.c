@@ -106,7 +106,7 @@ size_t tracker_rewrite(const tracker_source *source, const tracker_fate *fate, c
     out[k++] = (kafka_header){source->count_header, stamp->count, kmq_count_encode(stamp->count, fate->count)};
     snprintf(stamp->deliveries, sizeof stamp->deliveries, "%" PRId64, fate->deliveries);
     out[k++] = text_header(DELIVERIES, stamp->deliveries);
-    out[k++] = text_header(CAUSE, tracker_cause_name(source->cause, source->flags));
+    out[k++] = text_header(CAUSE, tracker_cause_name(source->cause));
     out[k++] = text_header(GROUP, source->group);
     const kafka_header *origin = find(in, n, ORIGIN);
     if (origin) {
@@ -120,9 +120,8 @@ size_t tracker_rewrite(const tracker_source *source, const tracker_fate *fate, c
     return k;
 }
 
-const char *tracker_cause_name(uint8_t cause, uint8_t flags)
+const char *tracker_cause_name(uint8_t cause)
 {
-    if (flags & KMQ_FLAG_PARKED) return "snoozed";
     const char *name = kmq_retry_cause_name(cause);
     return name ? name : "failed";
 }

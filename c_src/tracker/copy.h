@@ -62,6 +62,6 @@ typedef struct tracker_source {
 size_t tracker_rewrite(const tracker_source *source, const tracker_fate *fate, const kafka_header *in, size_t n, kafka_header *out, tracker_stamp *stamp);
 
 /* The word in kmq-cause. */
-const char *tracker_cause_name(uint8_t cause, uint8_t flags);
+const char *tracker_cause_name(uint8_t cause);
 
 #endif

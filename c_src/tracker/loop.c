@@ -588,33 +588,38 @@ static void reply_info(tracker *t, int64_t id)
     tracker_event_send(t);
 }
 
+static void malformed_tell(tracker *t, tracker_part *part)
+{
+    if (part->n_malformed == part->told_malformed && part->n_foreign == part->told_foreign) return;
+    tracker_part_event(t, "malformed", part, 3);
+    tracker_pair_int(&t->scratch, "malformed", part->n_malformed - part->told_malformed);
+    tracker_pair_int(&t->scratch, "foreign", part->n_foreign - part->told_foreign);
+    tracker_pair_int(&t->scratch, "offset", part->odd_offset);
+    tracker_event_send(t);
+    part->told_malformed = part->n_malformed;
+    part->told_foreign = part->n_foreign;
+}
+
 static void gauges(tracker *t)
 {
-    int64_t open = 0, lag = 0, behind = 0, n = 0, held = 0, waiting = (int64_t)t->pauses.n;
+    int64_t waiting = (int64_t)t->pauses.n;
     for (size_t i = 0; i < t->config.n_queues; i++) waiting += (int64_t)(t->queues[i].copies.waits.n + t->queues[i].dead_letters.waits.n);
-    for (tracker_part *part = t->parts; part; part = part->next, n++) {
-        int64_t age = part->position - tracker_part_commit_value(part);
-        open += kmq_lease_book_open(&part->book);
-        lag += lag_of(part);
-        held += (int64_t)part->n_held;
-        if (age > behind) behind = age;
-        if (part->n_malformed + part->n_foreign > part->n_told) {
-            tracker_part_event(t, "malformed", part, 3);
-            tracker_pair_int(&t->scratch, "malformed", part->n_malformed);
-            tracker_pair_int(&t->scratch, "foreign", part->n_foreign);
-            tracker_pair_int(&t->scratch, "offset", part->odd_offset);
-            tracker_event_send(t);
-            part->n_told = part->n_malformed + part->n_foreign;
-        }
-    }
-    tracker_event_begin(&t->scratch, "gauges", 7);
-    tracker_pair_int(&t->scratch, "partitions", n);
-    tracker_pair_int(&t->scratch, "open", open);
-    tracker_pair_int(&t->scratch, "lag", lag);
-    tracker_pair_int(&t->scratch, "oldest_markers", behind); /* markers between the oldest open one and the position */
+    for (tracker_part *part = t->parts; part; part = part->next) malformed_tell(t, part);
+    tracker_event_begin(&t->scratch, "gauges", 3);
     tracker_pair_int(&t->scratch, "in_flight", (int64_t)t->n_active);
-    tracker_pair_int(&t->scratch, "held", held);
     tracker_pair_int(&t->scratch, "waiting", waiting);
+    tracker_put_atom(&t->scratch, "partitions");
+    for (tracker_part *part = t->parts; part; part = part->next) {
+        tracker_part_mark(part, t->now_ms);
+        ei_x_encode_list_header(&t->scratch, 1);
+        ei_x_encode_map_header(&t->scratch, 5);
+        tracker_pair_text(&t->scratch, "topic", part->queue->topic);
+        tracker_pair_int(&t->scratch, "partition", part->partition);
+        tracker_pair_int(&t->scratch, "open", kmq_lease_book_open(&part->book));
+        tracker_pair_int(&t->scratch, "lag", lag_of(part));
+        tracker_pair_int(&t->scratch, "oldest_age_ms", tracker_part_age_ms(part, t->now_ms));
+    }
+    ei_x_encode_empty_list(&t->scratch);
     tracker_event_send(t);
 }
 

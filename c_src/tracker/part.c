@@ -33,6 +33,7 @@ tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partiti
     part->batch = TRACKER_BATCH;
     part->assigned_ms = t->now_ms;
     part->ask_pause_ms = ASK_PAUSE_MIN_MS;
+    part->mark_every_ms = TRACKER_TICK_MS;
     if (kmq_lease_book_init(&part->book, &libc) != KMQ_OK) tracker_no_memory();
     tracker_clock_init(&part->clock, t->now_ms);
     return part;
@@ -59,6 +60,11 @@ void tracker_part_start(tracker *t, tracker_part *part, int64_t position, int64_
     part->hot = true;
 }
 
+void tracker_give_back(tracker_part *part, int64_t offset)
+{
+    if (kmq_lease_book_give_back(&part->book, offset) != KMQ_OK) tracker_no_memory();
+}
+
 /* ------------------------------------------------------------------ reading */
 
 static void barrier_passed(tracker *t, tracker_part *part)
@@ -70,7 +76,7 @@ static void barrier_passed(tracker *t, tracker_part *part)
         part->below = part->barrier_below;
         size_t kept = 0;
         for (size_t i = 0; i < part->n_held; i++) {
-            if (part->held[i] < part->below) kmq_lease_book_give_back(&part->book, part->held[i]);
+            if (part->held[i] < part->below) tracker_give_back(part, part->held[i]);
             else if (kmq_lease_book_has(&part->book, part->held[i], NULL)) part->held[kept++] = part->held[i];
         }
         part->n_held = kept;
@@ -243,7 +249,8 @@ static void ask_done(helper_job *job, void *owner)
     tracker *t = owner;
     t->asking_commits = false;
     for (size_t i = 0; i < ask->n; i++) {
-        answered(t, ask->parts[i], ask->rc == KAFKA_OK ? &ask->partitions[i] : NULL);
+        /* one partition's failure does not take the others' answers */
+        answered(t, ask->parts[i], ask->rc == KAFKA_OK || ask->partitions[i].offset >= 0 ? &ask->partitions[i] : NULL);
         tracker_part_put(ask->parts[i]);
     }
     if (ask->rc != KAFKA_OK)
@@ -291,6 +298,27 @@ int64_t tracker_part_commit_value(const tracker_part *part)
 {
     int64_t floor = kmq_lease_book_floor(&part->book);
     return floor >= 0 ? floor : part->position;
+}
+
+void tracker_part_mark(tracker_part *part, int64_t now_ms)
+{
+    enum { MAX = sizeof part->marks / sizeof part->marks[0] };
+    if (now_ms < part->mark_ms) return;
+    if (part->n_marks == MAX) { /* every other one will do, from now on at half the pace */
+        for (size_t i = 0; i < MAX / 2; i++) part->marks[i] = part->marks[2 * i];
+        part->n_marks = MAX / 2;
+        part->mark_every_ms *= 2;
+    }
+    part->marks[part->n_marks++] = (struct tracker_mark){part->position, now_ms};
+    part->mark_ms = now_ms + part->mark_every_ms;
+}
+
+int64_t tracker_part_age_ms(const tracker_part *part, int64_t now_ms)
+{
+    int64_t floor = kmq_lease_book_floor(&part->book), since_ms = part->assigned_ms;
+    if (floor < 0) return 0;
+    for (size_t i = 0; i < part->n_marks && part->marks[i].position <= floor; i++) since_ms = part->marks[i].at_ms;
+    return now_ms - since_ms;
 }
 
 static bool wants_commit(const tracker_part *part)

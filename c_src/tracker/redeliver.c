@@ -32,7 +32,7 @@ static void item_free(tracker *t, tracker_item *item)
 /* Not now: due again in its book. */
 static void item_back(tracker *t, tracker_item *item)
 {
-    if (!item->part->gone) kmq_lease_book_give_back(&item->part->book, item->offset);
+    if (!item->part->gone) tracker_give_back(item->part, item->offset);
     item_free(t, item);
 }
 
@@ -56,7 +56,7 @@ static void waits_release(tracker_waits *waits, int64_t now_ms)
         waits->first = wait->next;
         if (!waits->first) waits->last = NULL;
         waits->n--;
-        if (!wait->part->gone) kmq_lease_book_give_back(&wait->part->book, wait->offset);
+        if (!wait->part->gone) tracker_give_back(wait->part, wait->offset);
         tracker_part_put(wait->part);
         free(wait);
     }
@@ -406,7 +406,7 @@ static void sum_tell(tracker *t, tracker_part *part, const char *event, tracker_
 {
     if (sum->count == 0) return;
     tracker_part_event(t, event, part, 5);
-    tracker_pair_atom(&t->scratch, "cause", tracker_cause_name(cause == TRACKER_CAUSES - 1 ? KMQ_RETRY_CRASH : (uint8_t)cause, 0));
+    tracker_pair_atom(&t->scratch, "cause", tracker_cause_name(cause == TRACKER_CAUSES - 1 ? KMQ_RETRY_CRASH : (uint8_t)cause));
     tracker_pair_int(&t->scratch, "count", sum->count);
     tracker_pair_int(&t->scratch, "lateness_ms", sum->lateness_ms / sum->count);
     tracker_pair_int(&t->scratch, "lateness_max_ms", sum->lateness_max_ms);

@@ -173,7 +173,11 @@ struct tracker_part {
     int64_t committed;
     bool committing;
 
-    int64_t n_read, n_malformed, n_foreign, n_told, odd_offset;
+    struct tracker_mark { int64_t position, at_ms; } marks[64]; /* when what was read: the age of the oldest open marker */
+    size_t n_marks;
+    int64_t mark_ms, mark_every_ms;
+
+    int64_t n_read, n_malformed, n_foreign, told_malformed, told_foreign, odd_offset;
     tracker_sum redelivered[TRACKER_CAUSES], dead_lettered[TRACKER_CAUSES];
     int64_t n_gone, gone_offset;
     int64_t alarm_ms;
@@ -295,7 +299,10 @@ void tracker_part_read(tracker *t, tracker_part *part); /* bounded; hot stays tr
 void tracker_part_step(tracker *t, tracker_part *part); /* barrier and decision */
 int64_t tracker_part_wait(const tracker *t, const tracker_part *part);
 int64_t tracker_part_commit_value(const tracker_part *part);
+void tracker_part_mark(tracker_part *part, int64_t now_ms);               /* once a tick */
+int64_t tracker_part_age_ms(const tracker_part *part, int64_t now_ms); /* since the oldest open marker was read; 0 = none is open */
 void tracker_commits_send(tracker *t);
+void tracker_give_back(tracker_part *part, int64_t offset);
 void tracker_commit_done(tracker *t, const kafka_event *event);
 void tracker_commits_ask(tracker *t); /* the group's commits, for parts that want them */
 
