@@ -554,7 +554,7 @@ KMQ_NIF(nif_consumer_info)
     (void)argc;
     ENGINE_OR_RETURN(e)
     ERL_NIF_TERM map = enif_make_new_map(env), list = enif_make_list(env, 0);
-    for (int32_t i = e->n_slots; i-- > 0;)
+    for (int32_t i = e->n_slots; i-- > e->first_slot;)
         if (e->slots[i]) list = enif_make_list_cell(env, part_info(env, e->slots[i]), list);
     enif_make_map_put(env, map, atoms.partitions, list, &map);
     int64_t waiting = 0;
