@@ -155,7 +155,7 @@ static void retire_all(engine *e)
 
 static void reap(engine *e)
 {
-    for (int32_t i = 0; i < e->n_slots && e->n_retired; i++) {
+    for (int32_t i = e->first_slot; i < e->n_slots && e->n_retired; i++) {
         part *p = e->slots[i];
         if (!p || p->state != PART_RETIRED || p->in_flight) continue;
         enif_mutex_lock(p->lock);
@@ -168,6 +168,7 @@ static void reap(engine *e)
         free_part(p);
         e->n_retired--;
     }
+    while (e->first_slot < e->n_slots && !e->slots[e->first_slot]) e->first_slot++;
 }
 
 int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_commit, size_t n, kafka_error *err)
@@ -450,7 +451,7 @@ static void close_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
         e->close_step = CLOSE_FLUSH;
     }
     if (e->close_step == CLOSE_FLUSH) { /* what is still open goes back at once, at no attempt */
-        for (int32_t i = 0; i < e->n_slots; i++)
+        for (int32_t i = e->first_slot; i < e->n_slots; i++)
             if (e->slots[i]) marks_release(e, e->slots[i], true);
         marks_flush(e, now);
         e->close_step = CLOSE_WAIT;
@@ -516,7 +517,7 @@ static int64_t earliest(const engine *e, int64_t now)
     if (atomic_load(&((engine *)(uintptr_t)e)->pending) && e->flush_due == INT64_MAX) SOONER(now + e->config.ack_flush_ms);
     if (e->config.markers) SOONER(e->renew_due);
     if (e->rebalance == REB_SETTLE || e->rebalance == REB_COMMIT || e->state == ENGINE_CLOSING || e->flush_seq) SOONER(now + BUSY_MS);
-    for (int32_t i = 0; i < e->n_slots; i++) {
+    for (int32_t i = e->first_slot; i < e->n_slots; i++) {
         part *p = e->slots[i];
         if (!p) continue;
         if (p->start_pause_until > now) SOONER(p->start_pause_until);
@@ -584,7 +585,7 @@ void engine_free(engine *e)
         enif_free(m->text);
         enif_free(m);
     }
-    for (int32_t i = 0; i < e->n_slots; i++)
+    for (int32_t i = e->first_slot; i < e->n_slots; i++)
         if (e->slots[i]) free_part(e->slots[i]);
     for (size_t i = 0; i < e->n_topics; i++) {
         enif_free(e->topics[i].name);

@@ -81,10 +81,9 @@ struct part {
     int64_t start_pause_until;
     uint64_t foreign_copies, handed_out;
 
-    ErlNifMutex *lock; /* ledger, retries, settled */
+    ErlNifMutex *lock; /* ledger, retries */
     kmq_ledger ledger;
     retry *retries, **retries_tail;
-    uint64_t settled;
     _Atomic bool full; /* a hand-out stopped at max_in_flight; an ack ends it */
 };
 
@@ -119,7 +118,7 @@ struct engine {
     size_t n_topics;
 
     part **slots; /* by slot number; NULL = gone */
-    int32_t n_slots, cap_slots;
+    int32_t n_slots, cap_slots, first_slot; /* all below first_slot are gone */
     ErlNifRWLock *slots_lock;
     part **active; /* what is assigned, in round-robin order */
     size_t n_active, cursor;

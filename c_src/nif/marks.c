@@ -281,7 +281,7 @@ static bool flush_retries(engine *e, part *p, int64_t now)
 void marks_flush(engine *e, int64_t now)
 {
     e->flush_due = INT64_MAX;
-    for (int32_t i = 0; i < e->n_slots; i++) {
+    for (int32_t i = e->first_slot; i < e->n_slots; i++) {
         part *p = e->slots[i];
         if (!p) continue;
         enif_mutex_lock(p->lock);
@@ -295,7 +295,7 @@ void marks_renew(engine *e, int64_t now)
 {
     e->renew_due = now + e->config.lease_ms / 3;
     if (e->config.format != FORMAT_RANGE || !e->config.markers) return;
-    for (int32_t i = 0; i < e->n_slots; i++) {
+    for (int32_t i = e->first_slot; i < e->n_slots; i++) {
         part *p = e->slots[i];
         int64_t cursor = INT64_MIN;
         while (p) {
@@ -315,7 +315,7 @@ void marks_renew(engine *e, int64_t now)
 /* In kmq format START carries the time limit itself, the tracker acts when it passes: here the ack only becomes a late one. */
 void marks_timeouts(engine *e, int64_t now)
 {
-    for (int32_t i = 0; i < e->n_slots; i++) {
+    for (int32_t i = e->first_slot; i < e->n_slots; i++) {
         part *p = e->slots[i];
         while (p) {
             size_t n = 0;
