@@ -18,7 +18,8 @@
 
 #include "kafka.h"
 
-/* A mock cluster in this process, owned by a client of its own. */
+/* A mock cluster in this process, owned by a client of its own; or, with KMQ_TEST_BOOTSTRAP=host:port, a real broker that the test may
+ * fill (mock is NULL then; tests that inject faults are skipped). */
 typedef struct cluster {
     rd_kafka_t *rk;
     rd_kafka_mock_cluster_t *mock;
@@ -28,6 +29,9 @@ typedef struct cluster {
 static inline void cluster_start(cluster *c, int brokers)
 {
     char why[256];
+    c->rk = NULL;
+    c->mock = NULL;
+    if ((c->bootstrap = getenv("KMQ_TEST_BOOTSTRAP")) != NULL) return;
     c->rk = rd_kafka_new(RD_KAFKA_PRODUCER, rd_kafka_conf_new(), why, sizeof why);
     assert_non_null(c->rk);
     c->mock = rd_kafka_mock_cluster_new(c->rk, brokers);
@@ -37,14 +41,15 @@ static inline void cluster_start(cluster *c, int brokers)
 
 static inline void cluster_stop(cluster *c)
 {
+    if (c->mock == NULL) return;
     rd_kafka_mock_cluster_destroy(c->mock);
     rd_kafka_destroy(c->rk);
 }
 
-static inline void topic(cluster *c, const char *name, int partitions)
-{
-    assert_int_equal(rd_kafka_mock_topic_create(c->mock, name, partitions, 1), 0);
-}
+#define MOCK_ONLY(c)                                                                                                               \
+    do {                                                                                                                           \
+        if ((c).mock == NULL) skip();                                                                                              \
+    } while (0)
 
 static inline int64_t now_ms(void)
 {
@@ -68,6 +73,30 @@ static inline void nap_ms(int ms)
             nap_ms(2);                                                                                                             \
         }                                                                                                                          \
     } while (0)
+
+/* A new topic of this name, also where an old one is left from an earlier run. */
+static inline void topic_with(cluster *c, const char *name, int partitions, const kafka_property *config, size_t n_config)
+{
+    kafka_property props[] = {{"bootstrap.servers", c->bootstrap}};
+    kafka_error err;
+    kafka_admin *admin;
+    int n = 0, replication;
+    if (c->mock != NULL) {
+        assert_int_equal(rd_kafka_mock_topic_create(c->mock, name, partitions, 1), 0);
+        return;
+    }
+    assert_int_equal(kafka_admin_open(props, 1, &admin, &err), 0);
+    kafka_admin_delete_topic(admin, name, 10000, &err);
+    int res = -1;
+    EVENTUALLY(10, (res = kafka_admin_create_topic(admin, name, partitions, 1, config, n_config, 10000, &err)) == 0);
+    EVENTUALLY(10, kafka_admin_partitions(admin, name, 5000, &n, &replication, &err) == 0 && n == partitions);
+    kafka_admin_destroy(admin);
+}
+
+static inline void topic(cluster *c, const char *name, int partitions)
+{
+    topic_with(c, name, partitions, NULL, 0);
+}
 
 typedef struct waker {
     atomic_int count;
@@ -132,7 +161,7 @@ static inline void fill_partition(cluster *c, const char *name, int32_t partitio
 static inline kafka_consumer *consumer_open(cluster *c, const char *group, waker *control, waker *records)
 {
     kafka_property props[] = {{"bootstrap.servers", c->bootstrap}, {"group.id", group}, {"auto.offset.reset", "earliest"},
-                              {"session.timeout.ms", "4000"},      {"heartbeat.interval.ms", "200"}, {"fetch.wait.max.ms", "20"},
+                              {"session.timeout.ms", c->mock != NULL ? "4000" : "6000"},      {"heartbeat.interval.ms", "200"}, {"fetch.wait.max.ms", "20"},
                               {"enable.partition.eof", "true"},    {"partition.assignment.strategy", "roundrobin"}};
     kafka_wake cw = waker_of(control), rw = waker_of(records);
     kafka_consumer *consumer = NULL;

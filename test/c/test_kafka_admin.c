@@ -39,6 +39,7 @@ static void count_topic(void *ctx, const char *name, int n_partitions)
 static void metadata(void **state)
 {
     (void)state;
+    MOCK_ONLY(c);
     kafka_error err;
     char id[64];
     int n, replication, found = 0;
@@ -69,6 +70,7 @@ static void metadata(void **state)
 static void no_admin_api(void **state)
 {
     (void)state;
+    MOCK_ONLY(c);
     kafka_error err;
     kafka_admin *admin = admin_open(c.bootstrap);
     int64_t before = now_ms();
@@ -179,6 +181,7 @@ static void read_exact(void **state)
 static void read_gone(void **state)
 {
     (void)state;
+    MOCK_ONLY(c);
     enum { N = 20 };
     static char big[500000];
     kafka_error err;
@@ -211,6 +214,7 @@ static void read_gone(void **state)
 static void read_failing(void **state)
 {
     (void)state;
+    MOCK_ONLY(c);
     kafka_error err;
     seen s = {0};
     int64_t one = 1;

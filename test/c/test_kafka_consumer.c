@@ -374,6 +374,10 @@ static void commit_and_outsider(void **state)
     p[0].offset = -1001;
     assert_int_equal(kafka_consumer_commit(m.consumer, p, 1, NULL, &err), KAFKA_EKAFKA);
     /* a refusal by the broker comes back as an event, with its code, not retriable */
+    if (c.mock == NULL) {
+        leave(&m);
+        return;
+    }
     rd_kafka_mock_push_request_errors(c.mock, 8 /* OffsetCommit */, 1, RD_KAFKA_RESP_ERR_ILLEGAL_GENERATION);
     p[0].offset = 8;
     assert_int_equal(kafka_consumer_commit(m.consumer, p, 1, &p, &err), 0);
@@ -388,6 +392,7 @@ static void commit_and_outsider(void **state)
 static void missing_topic(void **state)
 {
     (void)state;
+    MOCK_ONLY(c);
     kafka_error err;
     kafka_event event;
     member m;
@@ -411,6 +416,7 @@ static void missing_topic(void **state)
 static void broker_gone(void **state)
 {
     (void)state;
+    MOCK_ONLY(c);
     kafka_error err;
     cluster own;
     cluster_start(&own, 1);
@@ -440,6 +446,7 @@ static void broker_gone(void **state)
 static void close_sequence(void **state)
 {
     (void)state;
+    MOCK_ONLY(c);
     kafka_error err;
     member m;
     topic(&c, "close", 2);
