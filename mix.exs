@@ -1,7 +1,7 @@
 defmodule Mix.Tasks.Compile.KmqNative do
   @moduledoc false
   # Builds the NIF and the two port programs with `make -C c_src`, as elixir_make would: that one cannot be had without Hex.
-  # KMQ_WERROR=1 makes the C compiler's warnings errors; MAKE, CC, CFLAGS, RDKAFKA_CFLAGS, RDKAFKA_LIBS reach make as they are.
+  # KMQ_VARIANT names another variant than the environment's, KMQ_WERROR=1 makes the C compiler's warnings errors; MAKE, CC, CFLAGS, RDKAFKA_CFLAGS, RDKAFKA_LIBS reach make as they are.
 
   use Mix.Task.Compiler
 
@@ -23,7 +23,8 @@ defmodule Mix.Tasks.Compile.KmqNative do
   end
 
   defp variables(priv) do
-    variant = if Mix.env() == :test, do: "test", else: "release"
+    default = if Mix.env() == :test, do: "test", else: "release"
+    variant = System.get_env("KMQ_VARIANT") || default
     werror = if System.get_env("KMQ_WERROR") == "1", do: ["WERROR=1"], else: []
     ["PRIV=#{priv}", "VARIANT=#{variant}"] ++ werror
   end

@@ -1,0 +1,96 @@
+# Kmq from a bare machine. `mix compile`, `mix test` and `rebar3 compile` work by themselves where the packages are installed.
+#
+#   make demo            a queue under bad luck on the embedded sandbox; KAFKA=host:port for a real cluster
+#   make test            all tests: C, Elixir on the sandbox, Elixir on a real Kafka that the tests start (or KMQ_KAFKA=host:port)
+#   make bench           Kmq beside librdkafka alone, on real Kafka; ARGS="--messages 1000000 --runs 3"
+#
+#   make test-long       the long runs too                  make test-asan       the NIF under ASan and UBSan, on the sandbox
+#   make check           the C tests, under ASan and UBSan  make check-deps      core <- kafka <- {nif, tracker}
+#   make tsan            the core's tests under TSan        make coverage        what of the core no test reaches
+#   make bench-core      the core's data structures alone   make lint            formats, warnings as errors, check-deps
+#   make setup           what a build needs                 make setup-test      what the tests need, Kafka's jars included
+#   make clean
+#
+#   WERROR=1             warnings are errors
+#   KMQ_TEST_SCALE=3     time limits of tests three times as long, for slow or loaded machines
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+JOBS   := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+C      := $(MAKE) -C c_src -j$(JOBS)
+WERROR ?= 0
+BUILD  := $(CURDIR)/_build/c
+
+# An Elixir in a bare C locale would complain about file names.
+export LC_ALL ?= C.UTF-8
+export KMQ_WERROR := $(WERROR)
+export WERROR
+
+.PHONY: help demo test test-long test-asan bench bench-core check check-deps coverage tsan lint setup setup-test clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^An Elixir/,$$d'
+
+setup:
+	@sh scripts/setup.sh build
+
+setup-test:
+	@sh scripts/setup.sh test
+	@if [ -z "$$KMQ_KAFKA" ]; then \
+	    sh test/support/kafka/fetch.sh kafka-4.3.1 test/support/kafka/pom.xml && \
+	    sh test/support/kafka/fetch.sh kmq-jvm-0.2 test/support/kafka/peer-pom.xml; \
+	fi
+
+demo: setup
+	@mix kmq.demo $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
+
+test: setup-test
+	@$(C) check check-deps
+	@mix test $(ARGS)
+
+test-long: setup-test
+	@KMQ_LONG=1 $(C) check
+	@KMQ_LONG=1 mix test $(ARGS)
+
+# The VM itself is not built with ASan, so its runtime is loaded first; +Mea min lets ASan see the blocks of enif_alloc.
+test-asan: setup-test
+	@MIX_ENV=test MIX_BUILD_PATH=_build/asan KMQ_VARIANT=asan mix compile
+	@MIX_ENV=test MIX_BUILD_PATH=_build/asan KMQ_VARIANT=asan KMQ_SANITIZER=1 KMQ_TEST_SCALE=$${KMQ_TEST_SCALE:-3} \
+	    LD_PRELOAD=$$(cc -print-file-name=libasan.so):$$(cc -print-file-name=libubsan.so) ASAN_OPTIONS=detect_leaks=0 \
+	    ERL_FLAGS="+Mea min" mix test --no-compile --exclude integration $(ARGS)
+
+bench: setup-test
+	@$(C) VARIANT=release $(BUILD)/release/rdkafka_alone
+	@MIX_ENV=prod mix compile
+	@MIX_ENV=prod KMQ_RDKAFKA_ALONE=$(BUILD)/release/rdkafka_alone mix run --no-start bench/bench.exs \
+	    $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
+
+bench-core: setup
+	@$(C) VARIANT=release $(BUILD)/release/bench_core
+	@$(BUILD)/release/bench_core $(ARGS)
+
+check: setup-test
+	@$(C) check
+
+check-deps: setup
+	@$(C) check-deps
+
+coverage: setup-test
+	@$(C) coverage
+
+tsan: setup-test
+	@$(C) tsan
+
+CLANG_FORMAT ?= $(shell command -v clang-format-14 || command -v clang-format)
+lint: setup
+	@sh scripts/setup.sh lint
+	@mix format --check-formatted
+	@$(CLANG_FORMAT) --dry-run -Werror $$(find c_src test/c bench -name '*.[ch]')
+	@$(C) WERROR=1 BUILD=$(BUILD)/lint PRIV=$(BUILD)/lint/priv all check-deps
+	@MIX_BUILD_PATH=_build/lint mix compile --warnings-as-errors
+	@echo "lint: ok"
+
+clean:
+	@rm -rf _build priv
