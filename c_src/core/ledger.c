@@ -4,7 +4,7 @@
 #include <assert.h>
 #include <string.h>
 
-enum { QUEUE_MIN_CAP = 8, LIMIT_STEPS = 4096 };
+enum { QUEUE_MIN_CAP = 8, LIMIT_STEPS = 1024 };
 
 typedef enum segment_state { UNSTARTED, STARTING, READY } segment_state;
 
@@ -128,6 +128,7 @@ int kmq_ledger_init(kmq_ledger *ledger, const kmq_alloc *alloc, kmq_delivery del
                            .position = position,
                            .max_processing_ms = max_processing_ms,
                            .step_ms = max_processing_ms / LIMIT_STEPS > 1 ? max_processing_ms / LIMIT_STEPS : 1,
+                           .overdue_ms = INT64_MIN,
                            .alloc = *alloc};
     kmq_offset_set_init(&ledger->open, alloc);
     kmq_offset_set_init(&ledger->late, alloc);
@@ -257,8 +258,10 @@ static int64_t limit_of(const kmq_ledger *ledger, int64_t now_ms)
     int64_t limit = now_ms + max, over = limit % step;
     if (over > 0) limit += step - over;
     if (over < 0) limit -= over;
-    const block *last = ledger->blocks.count > 0 ? block_at(ledger, ledger->blocks.count - 1) : NULL;
-    return last != NULL && last->limit_ms > limit ? last->limit_ms : limit; /* a clock that went back */
+    /* a clock that went back: limits ascend all the same */
+    size_t n = ledger->blocks.count;
+    int64_t least = n > 0 ? block_at(ledger, n - 1)->limit_ms : ledger->overdue_ms;
+    return limit > least ? limit : least;
 }
 
 /* Blocks whose limit has passed need no memory: what is still open of them is all that is below overdue_below. */
@@ -490,7 +493,7 @@ int64_t kmq_ledger_ends(const kmq_ledger *ledger)
 static int64_t add_ready(const kmq_ledger *ledger, int64_t from, int64_t below, kmq_range *out, size_t max_ranges,
                          size_t *n)
 {
-    for (size_t i = find_segment(ledger, from); i < ledger->segments.count; i++) {
+    for (size_t i = find_segment(ledger, from); i < ledger->segments.count && from < below; i++) {
         const segment *s = segment_at(ledger, i);
         if (s->lo >= below) break;
         if (s->state != READY) continue;

@@ -31,8 +31,8 @@
  *
  * Costs, with m segments (what waits, broken where offsets are missing and where STARTs begin): fetch, hand_out and
  * take_start O(1) a segment; started and start_failed O(log m) and what they change; settle and retry as the offset
- * set: a bit in a bitmap. Memory: 24 B a segment, the offset sets (by holes, not by span), at most 4,097 blocks of 16
- * B, since limits are rounded up to the 4,096th part of the time limit. Late offsets are bounded: beyond
+ * set: a bit in a bitmap. Memory: 24 B a segment, the offset sets (by holes, not by span), at most 1,025 blocks of 16
+ * B, since limits are rounded up to the 1,024th part of the time limit. Late offsets are bounded: beyond
  * KMQ_LEDGER_LATE_MAX the lowest are forgotten, an ack for one of these is then unknown instead of late. The caller
  * bounds what is waiting and open.
  *
@@ -108,7 +108,7 @@ int kmq_ledger_start_failed(kmq_ledger *ledger, int64_t lo, int64_t hi);
 /* How many messages can be handed out now, in offset order: the ready ones before the first that is not ready. */
 int64_t kmq_ledger_ready(const kmq_ledger *ledger);
 /* Hands out the first n ready ones at now_ms. They are open until settled; their limit is now + max_processing, rounded
- * up by at most its 4,096th part. OK | ENOMEM | EINVAL (n < 0 or n > ready) */
+ * up by at most its 1,024th part. OK | ENOMEM | EINVAL (n < 0 or n > ready) */
 int kmq_ledger_hand_out(kmq_ledger *ledger, int64_t n, int64_t now_ms);
 /* Offset of the k-th message that is fetched and not handed out (k = 0: the first), or the position when there are not
  * so many. */
