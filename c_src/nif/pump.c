@@ -92,7 +92,7 @@ static bool keep(engine *e, part *p, const kafka_record *record)
 }
 
 /* The common case, many plain messages: one call into the ledger for all of them. */
-static size_t keep_plain(engine *e, part *p, const kafka_record *records, size_t n)
+static size_t keep_plain(part *p, const kafka_record *records, size_t n)
 {
     int64_t offsets[POP];
     static const store_kmq fresh = {.attempt = 1, .deliveries = 1, .id_header = -1};
@@ -119,7 +119,7 @@ static size_t fetch_some(engine *e, part *p, size_t max)
     kafka_record records[POP];
     size_t n = kafka_queue_pop(p->queue, records, max < POP ? max : POP), i = 0, kept = 0;
     while (i < n) {
-        size_t plain = keep_plain(e, p, records + i, n - i);
+        size_t plain = keep_plain(p, records + i, n - i);
         i += plain;
         kept += plain;
         if (i == n) break;
