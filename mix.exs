@@ -1,7 +1,8 @@
 defmodule Mix.Tasks.Compile.KmqNative do
   @moduledoc false
   # Builds the NIF and the two port programs with `make -C c_src`, as elixir_make would: that one cannot be had without Hex.
-  # KMQ_VARIANT names another variant than the environment's, KMQ_WERROR=1 makes the C compiler's warnings errors; MAKE, CC, CFLAGS, RDKAFKA_CFLAGS, RDKAFKA_LIBS reach make as they are.
+  # KMQ_VARIANT names another variant than the environment's, KMQ_WERROR=1 makes the C compiler's warnings errors; MAKE, CC,
+  # CFLAGS, RDKAFKA_CFLAGS and RDKAFKA_LIBS reach make as they are.
 
   use Mix.Task.Compiler
 

@@ -147,6 +147,33 @@ defmodule Kmq.SandboxTest do
     assert_receive {:EXIT, ^sandbox, {:sandbox_exit, 137}}
   end
 
+  test "a frame that is no request ends the program with a reason" do
+    path = Application.app_dir(:kmq, "priv/kmq_sandbox")
+    request = :erlang.term_to_binary({1, :create_topic, {"a", 1}})
+
+    for frame <- [
+          "",
+          <<131>>,
+          "hello",
+          binary_part(request, 0, byte_size(request) - 1),
+          request <> <<0>>,
+          # claims more than is there
+          <<131, 104, 3, 97, 1, 119, 255>>,
+          <<131, 108, 255, 255, 255, 255, 97, 1>>,
+          :erlang.term_to_binary({1, :create_topic}),
+          :erlang.term_to_binary({:one, :create_topic, {}}),
+          :erlang.term_to_binary({1.5, :create_topic, {}}),
+          :erlang.term_to_binary(self())
+        ] do
+      args = ["-c", "exec '#{path}' 1 2>&1 >/dev/null"]
+      sh = {:spawn_executable, "/bin/sh"}
+      port = Port.open(sh, [:binary, :exit_status, args: args])
+      true = Port.command(port, [<<byte_size(frame)::32>>, frame])
+      assert_receive {^port, {:data, "kmq_sandbox: malformed request" <> _}}
+      assert_receive {^port, {:exit_status, 2}}
+    end
+  end
+
   test "dies within two seconds when its VM is killed" do
     code = """
     {:ok, sandbox} = Kmq.Sandbox.start_link()

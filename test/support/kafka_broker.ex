@@ -80,6 +80,15 @@ defmodule Kmq.Test.Kafka do
   """
   def start(opts \\ []), do: GenServer.start_link(__MODULE__, opts, timeout: :infinity)
 
+  @doc "As start/1; raises when it does not start."
+  def start!(opts \\ []) do
+    case start(opts) do
+      {:ok, kafka} -> kafka
+      {:error, reason} -> raise "Kafka does not start: #{inspect(reason)}"
+    end
+  end
+
+  @doc "The node's address."
   def bootstrap(kafka), do: GenServer.call(kafka, :bootstrap, :infinity)
 
   @doc "The JVM's operating system pid, or nil while it is stopped."
