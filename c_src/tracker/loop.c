@@ -513,7 +513,7 @@ static void configure(tracker *t, const tracker_command *command)
     }
     tracker_rate_init(&t->rate, t->config.rate, t->now_ms);
     for (size_t i = 0; i < sizeof t->threads / sizeof t->threads[0]; i++) t->threads[i] = tracker_thread_new(&t->config);
-    if (helper_start(&t->asks, t->jobs_wake[1], t->threads, 1) || helper_start(&t->reads, t->jobs_wake[1], t->threads + 1, 3)) {
+    if (helper_start(&t->asks, t->jobs_wake[1], t->threads, 1) || helper_start(&t->reads, t->jobs_wake[1], t->threads + 1, 5)) {
         fputs("kmq_tracker: cannot start threads\n", stderr);
         t->status = 2;
         t->mode = MODE_ENDED;

@@ -84,6 +84,7 @@ static void barrier_passed(tracker *t, tracker_part *part)
     if (part->state != PART_REPLAY) return;
     part->state = PART_READY;
     tracker_clock_pace(&part->clock, t->now_ms);
+    part->ask_ms = t->now_ms; /* the first answer before it is needed */
     tracker_part_event(t, "ready", part, 3);
     tracker_pair_int(&t->scratch, "open", kmq_lease_book_open(&part->book));
     tracker_pair_int(&t->scratch, "markers", part->n_read);
@@ -206,7 +207,7 @@ int64_t tracker_part_wait(const tracker *t, const tracker_part *part)
         else wait = part->decide_until_ms - t->now_ms; /* what holds it up (reads, copies, the rate) has wake-ups of its own ... */
         if (part->read_pause_ms > t->now_ms && part->read_pause_ms - t->now_ms < wait) wait = part->read_pause_ms - t->now_ms; /* ... but this */
     }
-    if (part->n_held && !part->asking && part->ask_ms - t->now_ms < wait) wait = part->ask_ms - t->now_ms;
+    if (part->state == PART_READY && (part->n_held || !part->warm) && !part->asking && part->ask_ms - t->now_ms < wait) wait = part->ask_ms - t->now_ms;
     return wait < 0 ? 0 : wait;
 }
 
@@ -237,6 +238,10 @@ static void answered(tracker *t, tracker_part *part, const kafka_partition *answ
         int64_t offset = answer->offset > 0 ? answer->offset : 0;
         news = offset > part->asked_below;
         if (news) part->asked_below = offset;
+        if (!part->warm && offset > 0) {
+            part->warm = true;
+            tracker_reader_warm(t, part);
+        }
     }
     part->ask_pause_ms = news ? ASK_PAUSE_MIN_MS : part->ask_pause_ms * 2;
     if (part->ask_pause_ms > ASK_PAUSE_MAX_MS) part->ask_pause_ms = ASK_PAUSE_MAX_MS;
@@ -262,7 +267,7 @@ static void ask_done(helper_job *job, void *owner)
 static bool wants_answer(const tracker *t, const tracker_part *part)
 {
     if (part->gone || part->state != PART_READY) return false;
-    return part->asking || (part->n_held && t->now_ms >= part->ask_ms);
+    return part->asking || ((part->n_held || !part->warm) && t->now_ms >= part->ask_ms);
 }
 
 void tracker_commits_ask(tracker *t)

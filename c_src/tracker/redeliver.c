@@ -71,7 +71,7 @@ typedef struct read_job {
     int32_t partition;
     int rc;
     kafka_error error;
-    size_t n, at, bytes;
+    size_t n, n_offsets, at, bytes;
     int64_t *offsets;
     tracker_item *items[];
 } read_job;
@@ -97,7 +97,7 @@ static void read_run(helper_job *job, void *thread)
 {
     read_job *read = (read_job *)(void *)job;
     kafka_reader *reader = tracker_reader(thread, &read->error);
-    read->rc = reader ? kafka_reader_read(reader, read->topic, read->partition, read->offsets, read->n, TRACKER_READ_MS, read_each, read, &read->error)
+    read->rc = reader ? kafka_reader_read(reader, read->topic, read->partition, read->offsets, read->n_offsets, TRACKER_READ_MS, read_each, read, &read->error)
                       : KAFKA_EKAFKA;
 }
 
@@ -210,7 +210,7 @@ static bool take(tracker *t, tracker_part *part)
     for (size_t i = below; i < n; i++) hold(t, part, due[i].offset);
     tracker_rate_back(&t->rate, granted - below);
     if (!read) return n == granted;
-    read->n = below;
+    read->n = read->n_offsets = below;
     read->part = part;
     read->topic = part->queue->topic;
     read->partition = part->partition;
@@ -230,6 +230,31 @@ void tracker_redeliver_take(tracker *t, tracker_part *part)
     if (t->mode != MODE_RUNNING || part->gone || part->state != PART_READY) return;
     if (tracker_now_ms() >= part->decide_until_ms) return; /* a clock of its own: we may just have been asleep */
     while (take(t, part)) continue;
+}
+
+/* A read whose result nobody wants: the first of a client takes up to a second (connections, metadata), and is not to be made when
+ * something is due. */
+static void warm_done(helper_job *job, void *owner)
+{
+    read_job *read = (read_job *)(void *)job;
+    (void)owner;
+    free(read->offsets);
+    free(read);
+}
+
+void tracker_reader_warm(tracker *t, const tracker_part *part)
+{
+    read_job *read = tracker_alloc(sizeof *read);
+    read->offsets = tracker_alloc(sizeof *read->offsets);
+    read->offsets[0] = part->asked_below - 1;
+    read->n = 0; /* read_each keeps nothing */
+    read->n_offsets = 1;
+    read->topic = part->queue->topic;
+    read->partition = part->partition;
+    read->job.run = read_run;
+    read->job.done = warm_done;
+    read->job.affinity = (unsigned)part->partition;
+    helper_give(&t->reads, &read->job);
 }
 
 /* ------------------------------------------------------------------ targets */

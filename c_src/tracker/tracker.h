@@ -157,7 +157,7 @@ struct tracker_part {
     int64_t decide_ms, decide_until_ms;
     int64_t below; /* the group's committed offset, proven by a barrier */
     int64_t asked_below, asked_ms, ask_ms, ask_pause_ms; /* last answer, when, not again before, pause that grows */
-    bool asking;
+    bool asking, warm;
     int64_t *held; /* due, but at or above `below`: the group will fetch them itself; in flight in the book */
     size_t n_held, cap_held;
 
@@ -240,7 +240,7 @@ struct tracker {
     bool checking;
 
     uint64_t instance; /* high bits random, low bits count CLOCKs */
-    void *threads[4]; /* what the helper threads keep: one that asks, three that read */
+    void *threads[6]; /* what the helper threads keep: one that asks, five that read */
     tracker_send sent; /* ring */
     size_t n_copies, n_ends;
     size_t n_active, active_bytes, n_reads;
@@ -308,6 +308,7 @@ void tracker_commits_ask(tracker *t); /* the group's commits, for parts that wan
 
 /* redeliver.c */
 void tracker_redeliver_take(tracker *t, tracker_part *part); /* what is due and decided, into reads */
+void tracker_reader_warm(tracker *t, const tracker_part *part);
 void tracker_redeliver_step(tracker *t);                     /* planned copies to the producer, pauses, targets */
 int64_t tracker_redeliver_wait(const tracker *t);
 void tracker_redeliver_drop(tracker *t);                     /* what is not yet with the producer goes back to its book */
