@@ -1,13 +1,12 @@
 /* admin - what blocks: metadata, commits of others, watermarks, topics. One short-lived client of consumer type.
  *
- * Why consumer type: it can read a group's commits, and its metadata requests say allow_auto_topic_creation=false, so that asking for a
- * topic never creates it. A producer's do not: librdkafka 2.0.2 leaves the flag true there whatever the property says.
+ * Why consumer type: it can read a group's commits. Asking for a topic never creates it: metadata requests say so, given
+ * allow.auto.create.topics=false (a mock cluster of 2.0.2 does not look).
  * Every call blocks up to timeout_ms (a little more when librdkafka's thread is slow to notice). Thread rule: one thread at a time. */
 #include "internal.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 struct kafka_admin {
     rd_kafka_t *rk;
@@ -57,46 +56,22 @@ int kafka_admin_set_token(kafka_admin *admin, const char *token, int64_t lifetim
     return kafka_set_token(admin->rk, token, lifetime_ms, principal, err);
 }
 
-/* Errors and logs are nobody's here: each call reports its own. */
-static void drop_events(kafka_admin *admin)
-{
-    rd_kafka_event_t *rkev;
-    while ((rkev = rd_kafka_queue_poll(admin->main, 0)) != NULL) rd_kafka_event_destroy(rkev);
-}
-
-static int64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
-static int left_ms(int64_t deadline_ms)
-{
-    int64_t left = deadline_ms - now_ms();
-    return left > 0 ? (int)left : 0;
-}
-
 /* ------------------------------------------------------------------ metadata */
 
-/* One topic's metadata, or all (topic NULL). A connection that broke on the way is tried again while there is time. */
+/* One topic's, or all (topic NULL). */
 static rd_kafka_resp_err_t metadata(kafka_admin *admin, const char *topic, int timeout_ms, const rd_kafka_metadata_t **out)
 {
-    int64_t deadline_ms = now_ms() + timeout_ms;
-    rd_kafka_resp_err_t code;
     rd_kafka_topic_t *rkt = topic == NULL ? NULL : rd_kafka_topic_new(admin->rk, topic, NULL);
-    drop_events(admin);
+    kafka_drop_events(admin->main);
     if (topic != NULL && rkt == NULL) return rd_kafka_last_error();
-    do {
-        code = rd_kafka_metadata(admin->rk, topic == NULL, rkt, out, left_ms(deadline_ms));
-    } while (code == RD_KAFKA_RESP_ERR__TRANSPORT && left_ms(deadline_ms) > 0);
+    rd_kafka_resp_err_t code = kafka_metadata(admin->rk, rkt, timeout_ms, out);
     if (rkt != NULL) rd_kafka_topic_destroy(rkt);
     return code;
 }
 
 int kafka_admin_cluster_id(kafka_admin *admin, char *buf, size_t cap, int timeout_ms, kafka_error *err)
 {
-    drop_events(admin);
+    kafka_drop_events(admin->main);
     char *id = rd_kafka_clusterid(admin->rk, timeout_ms);
     if (id == NULL) return kafka_fail(err, admin->rk, RD_KAFKA_RESP_ERR__TIMED_OUT, "cluster id");
     snprintf(buf, cap, "%s", id);
@@ -137,7 +112,7 @@ int kafka_admin_committed(kafka_admin *admin, kafka_partition *partitions, size_
 {
     int result = KAFKA_OK;
     size_t size = 0;
-    drop_events(admin);
+    kafka_drop_events(admin->main);
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n);
     for (size_t i = 0; i < n; i++) rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition);
     rd_kafka_resp_err_t code = rd_kafka_committed(admin->rk, list, timeout_ms);
@@ -167,14 +142,14 @@ done:
 
 int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partition, int timeout_ms, int64_t *low, int64_t *high, kafka_error *err)
 {
-    drop_events(admin);
+    kafka_drop_events(admin->main);
     rd_kafka_resp_err_t code = rd_kafka_query_watermark_offsets(admin->rk, topic, partition, low, high, timeout_ms);
     return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, admin->rk, code, topic);
 }
 
 int kafka_admin_offset_for_time(kafka_admin *admin, const char *topic, int32_t partition, int64_t timestamp_ms, int timeout_ms, int64_t *offset, kafka_error *err)
 {
-    drop_events(admin);
+    kafka_drop_events(admin->main);
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new(1);
     rd_kafka_topic_partition_t *one = rd_kafka_topic_partition_list_add(list, topic, partition);
     one->offset = timestamp_ms;
@@ -192,13 +167,13 @@ static int request(kafka_admin *admin, rd_kafka_admin_op_t op, const char *what,
                    kafka_error *err)
 {
     char id[64], why[128];
-    *deadline_ms = now_ms() + timeout_ms;
+    *deadline_ms = kafka_now_ms() + timeout_ms;
     if (kafka_admin_cluster_id(admin, id, sizeof id, timeout_ms, err) != KAFKA_OK) return KAFKA_EKAFKA;
     if (strncmp(id, "mockCluster", 11) == 0) {
         kafka_error_set(err, RD_KAFKA_RESP_ERR__UNSUPPORTED_FEATURE, "%s: the sandbox has no admin API", what);
         return KAFKA_EKAFKA;
     }
-    int left = left_ms(*deadline_ms);
+    int left = kafka_left_ms(*deadline_ms);
     if (left < 1) left = 1;
     *options = rd_kafka_AdminOptions_new(admin->rk, op);
     rd_kafka_AdminOptions_set_request_timeout(*options, left, why, sizeof why);
@@ -213,7 +188,7 @@ static rd_kafka_event_t *answer(kafka_admin *admin, rd_kafka_AdminOptions_t *opt
     rd_kafka_event_t *rkev;
     rd_kafka_AdminOptions_destroy(options);
     /* a little longer than librdkafka's own limit, whose error says more */
-    while ((rkev = rd_kafka_queue_poll(admin->result, left_ms(deadline_ms) + 250)) != NULL) {
+    while ((rkev = rd_kafka_queue_poll(admin->result, kafka_left_ms(deadline_ms) + 250)) != NULL) {
         if (rd_kafka_event_opaque(rkev) == (void *)admin->request) break;
         rd_kafka_event_destroy(rkev); /* of an earlier one that was given up */
     }

@@ -4,6 +4,7 @@
 #include "internal.h"
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 /* The library's thread calls this with the queue's lock held. */
 static void awake(rd_kafka_t *rk, void *opaque)
@@ -96,4 +97,33 @@ int kafka_set_token(rd_kafka_t *rk, const char *token, int64_t lifetime_ms, cons
     if (code == RD_KAFKA_RESP_ERR_NO_ERROR) return KAFKA_OK;
     kafka_error_set(err, code, "token refused: %s", why);
     return KAFKA_EKAFKA;
+}
+
+int64_t kafka_now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+int kafka_left_ms(int64_t deadline_ms)
+{
+    int64_t left = deadline_ms - kafka_now_ms();
+    return left > 0 ? (int)left : 0;
+}
+
+rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int timeout_ms, const rd_kafka_metadata_t **out)
+{
+    int64_t deadline_ms = kafka_now_ms() + timeout_ms;
+    rd_kafka_resp_err_t code;
+    do {
+        code = rd_kafka_metadata(rk, rkt == NULL, rkt, out, kafka_left_ms(deadline_ms));
+    } while (code == RD_KAFKA_RESP_ERR__TRANSPORT && kafka_left_ms(deadline_ms) > 0);
+    return code;
+}
+
+void kafka_drop_events(rd_kafka_queue_t *queue)
+{
+    rd_kafka_event_t *rkev;
+    while ((rkev = rd_kafka_queue_poll(queue, 0)) != NULL) rd_kafka_event_destroy(rkev);
 }

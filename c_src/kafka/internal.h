@@ -37,6 +37,14 @@ void kafka_wake_off(rd_kafka_queue_t *queue);
 bool kafka_event_make(rd_kafka_t *rk, rd_kafka_event_t *rkev, kafka_event *event);
 void kafka_error_made(kafka_error *error, rd_kafka_t *rk, rd_kafka_resp_err_t code, const char *text);
 
+/* Metadata of one topic, or of all (rkt NULL); blocks. A connection that broke on the way is tried again while there is time. */
+rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int timeout_ms, const rd_kafka_metadata_t **out);
+/* A clock for time limits, and what is left to one of its times: never negative. */
+int64_t kafka_now_ms(void);
+int kafka_left_ms(int64_t deadline_ms);
+/* Events that are nobody's: of a client whose calls report their own errors. */
+void kafka_drop_events(rd_kafka_queue_t *queue);
+
 /* record shows message and borrows from it. */
 void kafka_record_make(rd_kafka_message_t *message, kafka_record *record);
 

@@ -25,6 +25,7 @@ enum {
 
 typedef struct reader_topic {
     rd_kafka_topic_t *rkt;
+    int n_partitions; /* 0: to be asked for */
     struct reader_topic *next;
 } reader_topic;
 
@@ -108,12 +109,12 @@ void kafka_reader_destroy(kafka_reader *reader)
 }
 
 /* Kept for the reader's life: a topic handle that goes and comes back must ask for its metadata again. */
-static rd_kafka_topic_t *topic_of(kafka_reader *reader, const char *name, kafka_error *err)
+static reader_topic *topic_of(kafka_reader *reader, const char *name, kafka_error *err)
 {
     reader_topic *topic = reader->topics;
     while (topic != NULL && strcmp(rd_kafka_topic_name(topic->rkt), name) != 0) topic = topic->next;
-    if (topic != NULL) return topic->rkt;
-    if ((topic = malloc(sizeof *topic)) == NULL) {
+    if (topic != NULL) return topic;
+    if ((topic = calloc(1, sizeof *topic)) == NULL) {
         kafka_no_memory(err);
         return NULL;
     }
@@ -125,22 +126,30 @@ static rd_kafka_topic_t *topic_of(kafka_reader *reader, const char *name, kafka_
     }
     topic->next = reader->topics;
     reader->topics = topic;
-    return topic->rkt;
+    return topic;
+}
+
+/* Asks once whether the topic is there: the fetcher alone would wait silently for it to appear. */
+static int look_up(kafka_reader *reader, reader_topic *topic, int32_t partition, int timeout_ms, kafka_error *err)
+{
+    const rd_kafka_metadata_t *md;
+    if (partition >= topic->n_partitions) {
+        rd_kafka_resp_err_t code = kafka_metadata(reader->rk, topic->rkt, timeout_ms, &md);
+        if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return kafka_fail(err, reader->rk, code, rd_kafka_topic_name(topic->rkt));
+        code = md->topic_cnt == 1 ? md->topics[0].err : RD_KAFKA_RESP_ERR__BAD_MSG;
+        topic->n_partitions = code == RD_KAFKA_RESP_ERR_NO_ERROR ? md->topics[0].partition_cnt : 0;
+        rd_kafka_metadata_destroy(md);
+        if (code == RD_KAFKA_RESP_ERR_NO_ERROR && (partition < 0 || partition >= topic->n_partitions)) code = RD_KAFKA_RESP_ERR_UNKNOWN_TOPIC_OR_PART;
+        if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return kafka_fail(err, reader->rk, code, rd_kafka_topic_name(topic->rkt));
+    }
+    return KAFKA_OK;
 }
 
 /* ------------------------------------------------------------------ one reading */
 
-static int64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
 static int left_ms(const reading *r)
 {
-    int64_t left = r->deadline_ms - now_ms();
-    return left > 0 ? (int)left : 0;
+    return kafka_left_ms(r->deadline_ms);
 }
 
 static void pause_ms(int ms)
@@ -234,15 +243,23 @@ static int run(reading *r, bool *again, kafka_error *err)
 int kafka_reader_read(kafka_reader *reader, const char *topic, int32_t partition, const int64_t *offsets, size_t n, int timeout_ms,
                       void (*each)(void *ctx, int64_t offset, const kafka_record *record), void *ctx, kafka_error *err)
 {
-    int result = KAFKA_OK;
     bool again = true;
-    rd_kafka_event_t *rkev;
-    reading r = {.reader = reader, .partition = partition, .offsets = offsets, .n = n, .deadline_ms = now_ms() + timeout_ms, .each = each, .ctx = ctx};
-    while ((rkev = rd_kafka_queue_poll(reader->main, 0)) != NULL) rd_kafka_event_destroy(rkev);
-    if ((r.rkt = topic_of(reader, topic, err)) == NULL) return KAFKA_EKAFKA;
+    kafka_drop_events(reader->main);
+    reader_topic *named = topic_of(reader, topic, err);
+    if (named == NULL) return KAFKA_EKAFKA;
+    reading r = {.reader = reader,
+                 .rkt = named->rkt,
+                 .partition = partition,
+                 .offsets = offsets,
+                 .n = n,
+                 .deadline_ms = kafka_now_ms() + timeout_ms,
+                 .each = each,
+                 .ctx = ctx};
+    int result = look_up(reader, named, partition, timeout_ms, err);
     while (r.i < n && again && result == KAFKA_OK) {
         result = run(&r, &again, err);
         if (again && left_ms(&r) == 0 && r.i < n) result = kafka_fail(err, NULL, RD_KAFKA_RESP_ERR__TIMED_OUT, topic);
     }
+    if (result != KAFKA_OK) named->n_partitions = 0; /* perhaps it is not there any more: look again next time */
     return result;
 }
