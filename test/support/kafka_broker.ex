@@ -343,7 +343,7 @@ defmodule Kmq.Test.Kafka do
 
   defp run(state) do
     args =
-      [log_file(state), System.find_executable("java")] ++
+      [state.dir, System.find_executable("java")] ++
         java_args(state) ++ ["kafka.Kafka", "server.properties"]
 
     port =
@@ -351,7 +351,6 @@ defmodule Kmq.Test.Kafka do
         :binary,
         :exit_status,
         line: 100,
-        cd: state.dir,
         args: [Path.join(@here, "guard.sh") | args]
       ])
 

@@ -1,15 +1,17 @@
 #!/bin/sh
-# guard.sh LOG COMMAND ARGS...: runs the command with its output in LOG, says its pid, and kills it when stdin ends: what the test VM
-# started goes with it, however it dies.
-log=$1
+# guard.sh DIR COMMAND ARGS...: runs the command in DIR with its output in DIR/kafka.log, says its pid, and when stdin ends kills it and
+# removes DIR: what the test VM started goes with it, however it dies.
+dir=$1
 shift
+cd "$dir" || exit 1
 exec 3<&0 2>/dev/null
-"$@" </dev/null >>"$log" 2>&1 3<&- &
+"$@" </dev/null >>kafka.log 2>&1 3<&- &
 pid=$!
 echo "$pid"
-( while read -r _; do :; done <&3; kill -KILL "$pid" ) &
+( while read -r _; do :; done <&3; : >over; kill -KILL "$pid" ) &
 guard=$!
 wait "$pid"
 code=$?
 kill "$guard"
+if [ -e over ]; then cd / && rm -rf "$dir"; fi
 exit "$code"
