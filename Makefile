@@ -9,7 +9,7 @@
 #   make tsan            the core's tests under TSan        make coverage        what of the core no test reaches
 #   make bench-core      the core's data structures alone   make lint            formats, warnings as errors, check-deps
 #   make setup           what a build needs                 make setup-test      what the tests need, Kafka's jars included
-#   make clean
+#   make format          as lint wants it                   make clean
 #
 #   WERROR=1             warnings are errors
 #   KMQ_TEST_SCALE=3     time limits of tests three times as long, for slow or loaded machines
@@ -28,7 +28,7 @@ export LC_ALL ?= C.UTF-8
 export KMQ_WERROR := $(WERROR)
 export WERROR
 
-.PHONY: help demo test test-long test-asan bench bench-core check check-deps coverage tsan lint setup setup-test clean
+.PHONY: help demo test test-long test-asan bench bench-core check check-deps coverage tsan lint format setup setup-test clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^An Elixir/,$$d'
@@ -84,6 +84,10 @@ tsan: setup-test
 	@$(C) tsan
 
 CLANG_FORMAT ?= $(shell command -v clang-format-14 || command -v clang-format)
+format:
+	@mix format
+	@$(CLANG_FORMAT) -i $$(find c_src test/c bench -name '*.[ch]')
+
 lint: setup
 	@sh scripts/setup.sh lint
 	@mix format --check-formatted

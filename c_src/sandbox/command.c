@@ -106,10 +106,7 @@ static bool get_int(args *a, long min, long max, int32_t *value)
     return true;
 }
 
-static bool get_broker(args *a, int32_t *broker)
-{
-    return get_int(a, -1, INT32_MAX, broker);
-}
+static bool get_broker(args *a, int32_t *broker) { return get_int(a, -1, INT32_MAX, broker); }
 
 /* A binary of 1 to max bytes without NUL, as a C string. */
 static bool get_text(args *a, char *text, size_t max)
@@ -297,10 +294,7 @@ static const command commands[] = {
     {"partition_leader", 3, partition_leader},
 };
 
-static int put_error_head(ei_x_buff *x)
-{
-    return ei_x_encode_tuple_header(x, 2) | ei_x_encode_atom(x, "error");
-}
+static int put_error_head(ei_x_buff *x) { return ei_x_encode_tuple_header(x, 2) | ei_x_encode_atom(x, "error"); }
 
 static int put_kafka(ei_x_buff *x, rd_kafka_resp_err_t err)
 {
