@@ -158,17 +158,22 @@ static inline void fill_partition(cluster *c, const char *name, int32_t partitio
 }
 
 /* The session must outlast the 3 s that the mock lets a new group wait, or it forgets the member meanwhile. */
-static inline kafka_consumer *consumer_open(cluster *c, const char *group, waker *control, waker *records)
+static inline kafka_consumer *consumer_open_as(cluster *c, const char *group, const char *assignor, waker *control, waker *records)
 {
     kafka_property props[] = {{"bootstrap.servers", c->bootstrap}, {"group.id", group}, {"auto.offset.reset", "earliest"},
                               {"session.timeout.ms", c->mock != NULL ? "4000" : "6000"},      {"heartbeat.interval.ms", "200"}, {"fetch.wait.max.ms", "20"},
-                              {"enable.partition.eof", "true"},    {"partition.assignment.strategy", "roundrobin"}};
+                              {"enable.partition.eof", "true"},    {"partition.assignment.strategy", assignor}};
     kafka_wake cw = waker_of(control), rw = waker_of(records);
     kafka_consumer *consumer = NULL;
     kafka_error err;
     if (kafka_consumer_open(props, 8, control == NULL ? NULL : &cw, records == NULL ? NULL : &rw, &consumer, &err) != 0)
         fail_msg("%s: %s", err.name, err.text);
     return consumer;
+}
+
+static inline kafka_consumer *consumer_open(cluster *c, const char *group, waker *control, waker *records)
+{
+    return consumer_open_as(c, group, "roundrobin", control, records);
 }
 
 /* Every client is gone, the reaper's too. */

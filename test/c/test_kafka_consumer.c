@@ -243,13 +243,18 @@ typedef struct member {
     bool cooperative;
 } member;
 
-static void member_open(member *m, const char *group, const char *name)
+static void member_open_as(member *m, const char *group, const char *name, const char *assignor)
 {
     kafka_error err;
     const char *names[] = {name};
     memset(m, 0, sizeof *m);
-    m->consumer = consumer_open(&c, group, &m->control, &m->records);
+    m->consumer = consumer_open_as(&c, group, assignor, &m->control, &m->records);
     assert_int_equal(kafka_consumer_subscribe(m->consumer, names, 1, &err), 0);
+}
+
+static void member_open(member *m, const char *group, const char *name)
+{
+    member_open_as(m, group, name, "roundrobin");
 }
 
 /* Serves the control queue, if a wake-up has said that there is something. */
@@ -263,11 +268,15 @@ static void serve(member *m)
     while (kafka_consumer_poll(m->consumer, &event)) {
         switch (event.type) {
         case KAFKA_EVENT_ASSIGN:
-            assert_int_equal(kafka_consumer_assign(m->consumer, event.partitions, event.n_partitions, &err), 0);
+            m->cooperative = kafka_consumer_cooperative(m->consumer);
+            assert_int_equal((m->cooperative ? kafka_consumer_assign_add : kafka_consumer_assign)(m->consumer, event.partitions, event.n_partitions, &err), 0);
             m->assigned += (int)event.n_partitions;
             break;
         case KAFKA_EVENT_REVOKE:
-            assert_int_equal(kafka_consumer_unassign(m->consumer, &err), 0);
+            if (kafka_consumer_cooperative(m->consumer))
+                assert_int_equal(kafka_consumer_assign_remove(m->consumer, event.partitions, event.n_partitions, &err), 0);
+            else
+                assert_int_equal(kafka_consumer_unassign(m->consumer, &err), 0);
             m->revoked += (int)event.n_partitions;
             m->lost += event.lost;
             break;
@@ -324,6 +333,36 @@ static void rebalance(void **state)
     EVENTUALLY(15, (serve(&a), a.assigned == 10));
     leave(&a);
     assert_nothing_left();
+}
+
+/* Incremental rebalancing: only what moves is revoked; the queues of what stays are the same and go on where they were. */
+static void cooperative(void **state)
+{
+    (void)state;
+    member a, b;
+    kafka_queue *queue[4];
+    topic(&c, "sticky", 4);
+    for (int p = 0; p < 4; p++) fill_partition(&c, "sticky", p, 10);
+    member_open_as(&a, "cooperative", "sticky", "cooperative-sticky");
+    EVENTUALLY(15, (serve(&a), a.assigned == 4));
+    assert_true(a.cooperative);
+    for (int p = 0; p < 4; p++) {
+        queue[p] = kafka_consumer_queue(a.consumer, "sticky", p);
+        for (int i = 0; i < 5; i++) expect_number(a.consumer, "sticky", p, i);
+    }
+    member_open_as(&b, "cooperative", "sticky", "cooperative-sticky");
+    EVENTUALLY(25, (serve(&a), serve(&b), a.revoked == 2 && b.assigned == 2));
+    for (int p = 0; p < 4; p++) {
+        kafka_queue *left = kafka_consumer_queue(a.consumer, "sticky", p);
+        if (left == NULL) {
+            expect_number(b.consumer, "sticky", p, 0); /* nothing was committed */
+            continue;
+        }
+        assert_ptr_equal(left, queue[p]);
+        for (int i = 5; i < 10; i++) expect_number(a.consumer, "sticky", p, i);
+    }
+    kafka_consumer_destroy(b.consumer, NULL, NULL);
+    leave(&a);
 }
 
 /* A commit ends as an event, with its opaque; an outsider reads it; what a broker would refuse is refused before it is sent. */
@@ -491,7 +530,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(error_table),         cmocka_unit_test(wake_ups),  cmocka_unit_test(wake_by_descriptor), cmocka_unit_test(destroy_full),
-        cmocka_unit_test(out_of_range),        cmocka_unit_test(rebalance), cmocka_unit_test(commit_and_outsider), cmocka_unit_test(missing_topic),
+        cmocka_unit_test(out_of_range),        cmocka_unit_test(rebalance), cmocka_unit_test(cooperative), cmocka_unit_test(commit_and_outsider), cmocka_unit_test(missing_topic),
         cmocka_unit_test(broker_gone), cmocka_unit_test(close_sequence),
     };
     return cmocka_run_group_tests_name("kafka consumer", tests, start, stop);
