@@ -31,6 +31,18 @@ static int32_t parse_count(const kafka_header *h)
     return n < INT32_MAX ? (int32_t)n : INT32_MAX - 1;
 }
 
+/* A copy's origin is "topic/partition/offset/timestamp". One of a topic that this group does not read is a dead letter, or was
+ * moved here by hand: whoever reads this topic wants it, whatever group it failed in. */
+static bool origin_is_read(const engine *e, const kafka_header *origin)
+{
+    if (!origin || !origin->value) return true;
+    const char *end = memchr(origin->value, '/', origin->value_len);
+    size_t len = end ? (size_t)(end - (const char *)origin->value) : origin->value_len;
+    for (size_t i = 0; i < e->n_topics; i++)
+        if (strlen(e->topics[i].name) == len && !memcmp(e->topics[i].name, origin->value, len)) return true;
+    return false;
+}
+
 /* false = a copy made for another group: not for us. The first header of a name counts. */
 static bool read_headers(const engine *e, const kafka_header *headers, size_t n, store_kmq *kmq)
 {
@@ -53,7 +65,7 @@ static bool read_headers(const engine *e, const kafka_header *headers, size_t n,
             kmq->id_header = (int32_t)i;
         }
     }
-    return ours;
+    return ours || !origin_is_read(e, kmq->id_header < 0 ? NULL : &headers[kmq->id_header]);
 }
 
 /* ------------------------------------------------------------------ fetch */

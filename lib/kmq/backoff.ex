@@ -5,7 +5,7 @@ defmodule Kmq.Backoff do
     * `{:exponential, min: 1_000, max: 300_000, factor: 2, jitter: 0.2}` - `min` ms before the first retry, each wait `factor`
       times the one before, at most `max`
     * `{:linear, min: 1_000, max: 60_000, step: 1_000, jitter: 0.2}` - each wait `step` ms longer (default: `min`)
-    * `[1_000, 5_000, 60_000]` - these, the last one for all further retries
+    * `[1_000, 5_000, 60_000]` - these, the last one for all further retries; at most 64
 
   `jitter: 0.2` varies each wait by up to 20 % in either direction, so that messages that failed together do not come back
   together. The arithmetic is the C core's, the same for consumer and tracker: it neither overflows nor gets negative.
@@ -14,7 +14,7 @@ defmodule Kmq.Backoff do
   @typedoc "As a user writes it."
   @type t :: {:exponential, keyword} | {:linear, keyword} | [non_neg_integer]
 
-  @typedoc "As C reads it: floats for factor and jitter, all else in ms."
+  @typedoc "As C reads it: factor, step and jitter are floats, all times in ms."
   @type normal ::
           {:exponential, min :: non_neg_integer, max :: non_neg_integer, factor :: float,
            jitter :: float}
@@ -24,6 +24,7 @@ defmodule Kmq.Backoff do
 
   # A wait of more than a year is a mistake in units.
   @longest 366 * 86_400_000
+  @longest_list 64
 
   @doc """
   The normal form, or what is wrong.
@@ -53,6 +54,10 @@ defmodule Kmq.Backoff do
       rest(kind, options, min, max, jitter / 1)
     end
   end
+
+  def parse([_ | _] = list) when length(list) > @longest_list,
+    do:
+      {:error, "expected a backoff list of at most #{@longest_list} waits, got: #{length(list)}"}
 
   def parse([_ | _] = list) do
     if Enum.all?(list, &(is_integer(&1) and &1 in 0..@longest)),
@@ -122,7 +127,7 @@ defmodule Kmq.Backoff do
 
   defp rest(:linear, options, min, max, jitter) do
     step = Keyword.get(options, :step, min)
-    with :ok <- ms(step, :step), do: {:ok, {:linear, min, max, step, jitter}}
+    with :ok <- ms(step, :step), do: {:ok, {:linear, min, max, step / 1, jitter}}
   end
 
   @doc """

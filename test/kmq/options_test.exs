@@ -229,6 +229,7 @@ defmodule Kmq.OptionsTest do
            "expected :jitter of the backoff to be between 0 and 1, got: 2"},
           {{:linear, factor: 2}, "unknown option :factor of the backoff"},
           {{:linear, [1]}, "expected the backoff's options to be a keyword list, got: [1]"},
+          {List.duplicate(1, 65), "expected a backoff list of at most 64 waits, got: 65"},
           {[1, :b], "expected a backoff list of non-negative integers (ms), got: [1, :b]"},
           {fn _, _ -> 1 end,
            "a function works for explicit retries only (on_failure: {:retry, function}), the tracker is C"}
@@ -236,7 +237,7 @@ defmodule Kmq.OptionsTest do
       assert Kmq.Backoff.parse(value) == {:error, text}
     end
 
-    assert Kmq.Backoff.parse({:linear, min: 10, max: 50}) == {:ok, {:linear, 10, 50, 10, 0.2}}
+    assert Kmq.Backoff.parse({:linear, min: 10, max: 50}) == {:ok, {:linear, 10, 50, 10.0, 0.2}}
 
     assert Kmq.Backoff.parse({:exponential, min: 400_000}) ==
              {:ok, {:exponential, 400_000, 400_000, 2.0, 0.2}}

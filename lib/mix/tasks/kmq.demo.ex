@@ -169,10 +169,9 @@ defmodule Mix.Tasks.Kmq.Demo do
   # Broadway's callback, and the stage host's handler.
   @spec handle_message(atom, map, :ets.table()) :: map
   def handle_message(_processor, message, table) do
-    now = System.monotonic_time(:millisecond)
     {n, _} = Integer.parse(message.data)
     attempt = message.metadata.attempt
-    if attempt > 1, do: redelivered(table, n, now)
+    if attempt > 1, do: redelivered(table, n, message.metadata.ts)
     Process.sleep(1)
 
     cond do
@@ -197,15 +196,17 @@ defmodule Mix.Tasks.Kmq.Demo do
 
   defp fail(message, table, n, reason) do
     count(table, :failed)
-    :ets.insert(table, {{:due, n}, System.monotonic_time(:millisecond) + @retry_ms})
+    :ets.insert(table, {{:due, n}, System.system_time(:millisecond) + @retry_ms})
     %{message | status: {:failed, reason}}
   end
 
-  defp redelivered(table, n, now) do
+  # Lateness is that of the tracker: from the moment a message was due to that of its copy. After that it waits in the queue
+  # like any other.
+  defp redelivered(table, n, copied) do
     count(table, :redelivered)
 
     case :ets.take(table, {:due, n}) do
-      [{_, due}] -> :ets.insert(table, {{:late, make_ref()}, now - due})
+      [{_, due}] -> :ets.insert(table, {{:late, make_ref()}, max(copied - due, 0)})
       # After a kill: nobody knows what the worker had in hand.
       [] -> :ok
     end
