@@ -535,8 +535,7 @@ defmodule Kmq.Tracker do
   defp where(%{partition: -1} = info, state), do: name(state) <> ", " <> info.topic
   defp where(info, state), do: name(state) <> ", " <> info.topic <> "/#{info.partition}"
 
-  defp level(level) when level <= 3, do: :error
-  defp level(4), do: :warning
-  defp level(level) when level <= 6, do: :info
-  defp level(_debug), do: :debug
+  # What matters comes as an event of its own; librdkafka is talkative about passing troubles.
+  defp level(level) when level <= 3, do: :warning
+  defp level(_other), do: :debug
 end
