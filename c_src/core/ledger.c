@@ -239,10 +239,7 @@ static int end_starting(kmq_ledger *ledger, int64_t lo, int64_t hi, segment_stat
     return KMQ_OK;
 }
 
-int kmq_ledger_started(kmq_ledger *ledger, int64_t lo, int64_t hi)
-{
-    return end_starting(ledger, lo, hi, READY);
-}
+int kmq_ledger_started(kmq_ledger *ledger, int64_t lo, int64_t hi) { return end_starting(ledger, lo, hi, READY); }
 
 int kmq_ledger_start_failed(kmq_ledger *ledger, int64_t lo, int64_t hi)
 {
@@ -300,22 +297,24 @@ static void forget_late(kmq_ledger *ledger)
 
 int kmq_ledger_take_timeouts(kmq_ledger *ledger, int64_t now_ms, kmq_range *out, size_t max_ranges, size_t *n)
 {
-    kmq_range run;
+    kmq_range run = {0, 0};
+    int rc = KMQ_OK;
     *n = 0;
     drop_due_blocks(ledger, now_ms);
     if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
-    while (*n < max_ranges && kmq_offset_set_next(&ledger->open, 0, &run) && run.lo < ledger->overdue_below) {
+    kmq_offset_set_hold(&ledger->late);
+    for (; *n < max_ranges && kmq_offset_set_next(&ledger->open, run.hi, &run) && run.lo < ledger->overdue_below;
+         ++*n) {
         if (run.hi > ledger->overdue_below) run.hi = ledger->overdue_below;
-        int rc = kmq_offset_set_add(&ledger->late, run.lo, run.hi, NULL);
-        if (rc == KMQ_OK) {
-            rc = kmq_offset_set_remove(&ledger->open, run.lo, run.hi, NULL);
-            if (rc != KMQ_OK)
-                (void)kmq_offset_set_remove(&ledger->late, run.lo, run.hi, NULL); /* an undo: cannot fail */
-        }
-        if (rc != KMQ_OK && *n == 0) return rc;
-        if (rc != KMQ_OK) break; /* what was taken so far is a good answer */
-        out[(*n)++] = run;
+        rc = kmq_offset_set_add(&ledger->late, run.lo, run.hi, NULL);
+        if (rc != KMQ_OK) break;
+        out[*n] = run;
     }
+    if (rc == KMQ_OK && *n > 0) rc = kmq_offset_set_remove(&ledger->open, out[0].lo, out[*n - 1].hi, NULL);
+    for (; rc != KMQ_OK && *n > 0; --*n) /* an undo: cannot fail */
+        (void)kmq_offset_set_remove(&ledger->late, out[*n - 1].lo, out[*n - 1].hi, NULL);
+    kmq_offset_set_release(&ledger->late);
+    if (rc != KMQ_OK) return rc;
     forget_late(ledger);
     return KMQ_OK;
 }
@@ -338,10 +337,7 @@ int64_t kmq_ledger_next_timeout(const kmq_ledger *ledger)
 
 /* ---- handing out */
 
-int64_t kmq_ledger_ready(const kmq_ledger *ledger)
-{
-    return ledger->lead_n;
-}
+int64_t kmq_ledger_ready(const kmq_ledger *ledger) { return ledger->lead_n; }
 
 /* The first n ready offsets into `open`: all or none. *hi = behind the last, *whole = segments that are used up. */
 static int open_first(kmq_ledger *ledger, int64_t n, int64_t *hi, size_t *whole)
@@ -431,11 +427,35 @@ int kmq_ledger_settle(kmq_ledger *ledger, int64_t offset, kmq_end_cause cause)
     return answer;
 }
 
+/* How many offsets from the first on are consecutive and all open, so that they can be settled as one range; 1 when it is not
+ * worth asking. Callers that work in batches settle runs. */
+static size_t open_run(const kmq_ledger *ledger, const int64_t *offsets, size_t n)
+{
+    kmq_range run;
+    size_t k = 1;
+    while (k < n && offsets[k - 1] < INT64_MAX && offsets[k] == offsets[k - 1] + 1) k++;
+    if (k < 4 || !kmq_offset_set_next(&ledger->open, offsets[0], &run) || run.lo != offsets[0]) return 1;
+    return run.hi - run.lo < (int64_t)k ? (size_t)(run.hi - run.lo) : k;
+}
+
+static int settle_run(kmq_ledger *ledger, int64_t lo, int64_t hi, kmq_end_cause cause)
+{
+    bool marked = ledger->delivery == KMQ_DELIVERY_MARKERS;
+    int rc = marked ? kmq_offset_set_add(&ledger->ends[cause], lo, hi, NULL) : KMQ_OK;
+    if (rc != KMQ_OK) return rc;
+    rc = kmq_offset_set_remove(&ledger->open, lo, hi, NULL);
+    if (rc != KMQ_OK && marked)
+        (void)kmq_offset_set_remove(&ledger->ends[cause], lo, hi, NULL); /* an undo: cannot fail */
+    return rc;
+}
+
 int kmq_ledger_settle_many(kmq_ledger *ledger, const int64_t *offsets, size_t n, kmq_end_cause cause, int8_t *results)
 {
-    for (size_t i = 0; i < n; i++) {
-        int rc = kmq_ledger_settle(ledger, offsets[i], cause);
-        if (results != NULL) results[i] = (int8_t)rc;
+    for (size_t i = 0, k; i < n; i += k) {
+        k = open_run(ledger, offsets + i, n - i);
+        int rc = k > 1 ? settle_run(ledger, offsets[i], offsets[i] + (int64_t)k, cause)
+                       : kmq_ledger_settle(ledger, offsets[i], cause);
+        if (results != NULL) memset(results + i, rc, k);
     }
     return KMQ_OK;
 }
@@ -456,10 +476,10 @@ int kmq_ledger_take_end(kmq_ledger *ledger, kmq_end_cause cause, kmq_range *out,
 {
     kmq_offset_set *ends = &ledger->ends[cause];
     int64_t from = 0;
-    for (*n = 0; *n < max_ranges && kmq_offset_set_next(ends, from, &out[*n]); ++*n) {
-        from = out[*n].hi;
-        int rc = kmq_offset_set_remove(ends, out[*n].lo, out[*n].hi, NULL);
-        assert(rc == KMQ_OK); /* a whole run: no full chunk is cut */
+    for (*n = 0; *n < max_ranges && kmq_offset_set_next(ends, from, &out[*n]); ++*n) from = out[*n].hi;
+    if (*n > 0) {
+        int rc = kmq_offset_set_remove(ends, out[0].lo, out[*n - 1].hi, NULL);
+        assert(rc == KMQ_OK); /* whole runs: no full chunk is cut */
         (void)rc;
     }
     return KMQ_OK;
@@ -553,15 +573,9 @@ void kmq_ledger_retire(kmq_ledger *ledger)
 
 /* ---- looking */
 
-int64_t kmq_ledger_open(const kmq_ledger *ledger)
-{
-    return kmq_offset_set_count(&ledger->open);
-}
+int64_t kmq_ledger_open(const kmq_ledger *ledger) { return kmq_offset_set_count(&ledger->open); }
 
-int64_t kmq_ledger_waiting(const kmq_ledger *ledger)
-{
-    return ledger->waiting;
-}
+int64_t kmq_ledger_waiting(const kmq_ledger *ledger) { return ledger->waiting; }
 
 int64_t kmq_ledger_oldest_open(const kmq_ledger *ledger)
 {
@@ -569,10 +583,7 @@ int64_t kmq_ledger_oldest_open(const kmq_ledger *ledger)
     return kmq_offset_set_next(&ledger->open, 0, &run) ? run.lo : -1;
 }
 
-kmq_ledger_counts kmq_ledger_counters(const kmq_ledger *ledger)
-{
-    return ledger->counts;
-}
+kmq_ledger_counts kmq_ledger_counters(const kmq_ledger *ledger) { return ledger->counts; }
 
 size_t kmq_ledger_bytes(const kmq_ledger *ledger)
 {

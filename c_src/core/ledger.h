@@ -14,27 +14,26 @@
  *   blocks    (hi, limit): what was handed out below hi, and not below the block before, is late from limit on
  *
  *   fetched -> unstarted -(take_start)-> starting -(started)-> ready -(hand_out)-> open -(settle, retry)-> gone
- *                  ^----(start_failed)------'                                        '-(take_timeouts)-> late -(settle,
- * retry)-> gone
+ *                  ^----(start_failed)------'                                        |
+ *                                                           (take_timeouts) -> late -'-(settle, retry)-> gone
  *
  * With :offsets and :at_most_once there are no markers: what is fetched is ready at once, nothing is renewed, times
  * out, is retried or waits for an END.
  *
  * Invariants (kmq_ledger_check):
  *   (1) segments ascend, are not empty, end at or below the position; `waiting` is their sum;
- *   (2) the first `lead` segments are ready and the next is not; `lead_n` is the sum of these: what can be handed out;
+ *   (2) the first `lead` segments are ready and the next is not; `lead_n`, their sum, can be handed out;
  *   (3) no segment before next_start is unstarted;
  *   (4) every open or late offset is below every waiting one, and none is both;
  *   (5) no open offset waits for an END;
- *   (6) blocks ascend in hi and in limit; every open offset lies below the hi of the last block, or below
- * overdue_below.
+ *   (6) blocks ascend in hi and in limit; every open offset is below the last block's hi, or below overdue_below.
  *
  * Costs, with m segments (what waits, broken where offsets are missing and where STARTs begin): fetch, hand_out and
  * take_start O(1) a segment; started and start_failed O(log m) and what they change; settle and retry as the offset
- * set: a bit in a bitmap. Memory: 24 B a segment, the offset sets (by holes, not by span), at most 1,025 blocks of 16
- * B, since limits are rounded up to the 1,024th part of the time limit. Late offsets are bounded: beyond
- * KMQ_LEDGER_LATE_MAX the lowest are forgotten, an ack for one of these is then unknown instead of late. The caller
- * bounds what is waiting and open.
+ * set, a bit in a bitmap; a run of consecutive offsets in settle_many costs as one.
+ * Memory: 24 B a segment; the offset sets, by holes and not by span; at most 1,025 blocks of 16 B, because limits are
+ * rounded up to the 1,024th part of the time limit. Late offsets are bounded: beyond KMQ_LEDGER_LATE_MAX the lowest
+ * are forgotten, and an ack for one of these is unknown instead of late. The caller bounds what is waiting and open.
  *
  * Thread rule: the caller holds the partition's lock (const calls too). No I/O, no clock: `now` comes in, from any
  * monotonic clock. ENOMEM always means: nothing changed. */
@@ -69,8 +68,7 @@ typedef struct kmq_ledger {
     size_t lead, next_start;
     kmq_offset_set open, late, ends[KMQ_END_CAUSES];
     kmq_ledger_queue blocks;
-    int64_t overdue_below,
-        overdue_ms; /* the blocks that were dropped because their limit passed: their last hi and limit */
+    int64_t overdue_below, overdue_ms; /* of the blocks dropped when their limit passed: the last hi and limit */
     kmq_ledger_counts counts;
     kmq_alloc alloc;
 } kmq_ledger;

@@ -49,10 +49,7 @@ static void *resize(kmq_offset_set *set, void *ptr, size_t old_bytes, size_t new
     return p;
 }
 
-static void release_bits(kmq_offset_set *set, uint64_t *bits)
-{
-    (void)resize(set, bits, BITS_BYTES, 0);
-}
+static void release_bits(kmq_offset_set *set, uint64_t *bits) { (void)resize(set, bits, BITS_BYTES, 0); }
 
 static void trim_spares(kmq_offset_set *set)
 {
@@ -127,10 +124,7 @@ static uint64_t word_mask(uint32_t w, uint32_t a, uint32_t b)
     return mask;
 }
 
-static uint32_t ones(uint64_t word)
-{
-    return (uint32_t)__builtin_popcountll(word);
-}
+static uint32_t ones(uint64_t word) { return (uint32_t)__builtin_popcountll(word); }
 
 static uint32_t set_bits(uint64_t *bits, uint32_t a, uint32_t b)
 {
@@ -183,10 +177,7 @@ static uint32_t array_rank(const kmq_offset_entry *e, uint32_t a)
 
 /* ---- entries */
 
-static uint64_t end_chunk(const kmq_offset_entry *e)
-{
-    return e->first + (e->kind == FULL ? e->u.n_full : 1);
-}
+static uint64_t end_chunk(const kmq_offset_entry *e) { return e->first + (e->kind == FULL ? e->u.n_full : 1); }
 
 /* the first entry that ends after chunk: the one that has it, or the one before which it would be inserted */
 static size_t seek(const kmq_offset_set *set, uint64_t chunk)
@@ -563,10 +554,7 @@ int kmq_offset_set_remove(kmq_offset_set *set, int64_t lo, int64_t hi, int64_t *
 
 /* ---- the rest */
 
-void kmq_offset_set_init(kmq_offset_set *set, const kmq_alloc *alloc)
-{
-    *set = (kmq_offset_set){.alloc = *alloc};
-}
+void kmq_offset_set_init(kmq_offset_set *set, const kmq_alloc *alloc) { *set = (kmq_offset_set){.alloc = *alloc}; }
 
 void kmq_offset_set_free(kmq_offset_set *set)
 {
@@ -677,10 +665,7 @@ bool kmq_offset_set_last(const kmq_offset_set *set, int64_t *offset)
     return true;
 }
 
-size_t kmq_offset_set_bytes(const kmq_offset_set *set)
-{
-    return set->bytes;
-}
+size_t kmq_offset_set_bytes(const kmq_offset_set *set) { return set->bytes; }
 
 static uint32_t check_entry(const kmq_offset_entry *e)
 {

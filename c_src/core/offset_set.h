@@ -13,21 +13,24 @@
  * Members are 0 .. 2^63 - 2; ranges are half-open, so hi = INT64_MAX reaches the end.
  *
  * Invariants (kmq_offset_set_check):
- *   (1) entries ascend and do not overlap;  (2) no entry is empty, and ARRAY and BITS are never full: that is a FULL
- * entry; (3) two FULL entries never touch: they would be one;  (4) an ARRAY ascends strictly and has at most 512
- * members; (5) the counts and the byte total are exact.
+ *   (1) entries ascend and do not overlap;
+ *   (2) no entry is empty, and ARRAY and BITS are never full: that is a FULL entry;
+ *   (3) two FULL entries never touch: they would be one;
+ *   (4) an ARRAY ascends strictly and has at most 128 members;
+ *   (5) the counts and the byte total are exact.
  *
- *        absent --add--> ARRAY --513th member--> BITS --65,536th--> FULL
- *          ^---remove----' ^------128 left-------' ^---any removed----'
+ *        absent --add--> ARRAY --129th member--> BITS --65,536th--> FULL
+ *          ^---remove----' ^------32 left--------' ^---any removed----'
  *
- * Costs: finding a chunk O(1) when it is the last one used or the entries are dense, else O(log entries). One offset in
- * BITS O(1), in an ARRAY at most 1 KiB moved; a new entry moves those above it. A range costs its two ends: what lies
- * between them becomes one FULL entry or none. next() is O(1) when walking. Memory: 24 B an entry, and 2 B a member up
- * to 512 in a chunk, else 8 KiB a chunk (0.125 B for each offset it spans); a run of full chunks is one entry.
+ * Costs: finding a chunk O(1) when it is the last one used or the entries are dense, else O(log entries). One
+ * offset in BITS O(1), in an ARRAY at most 256 B moved; a new entry moves those above it. A range costs its two
+ * ends: what lies between them becomes one FULL entry or none. next() is O(1) when walking.
+ * Memory: 24 B an entry; 2 B a member up to 128 in a chunk, else 8 KiB a chunk (0.125 B for each offset it spans); a
+ * run of full chunks is one entry.
  *
- * Failure: ENOMEM leaves the members as they were. Removing allocates only to cut into a FULL entry; and what an add
- * has put in can always be taken out again (see hold), so that callers can undo. Thread rule: one owner (const calls
- * may run side by side). No I/O, no clock. */
+ * Failure: ENOMEM leaves the members as they were. Removing allocates only to cut into a FULL entry; and what an
+ * add has put in can always be taken out again (see hold), so that callers can undo.
+ * Thread rule: one owner (const calls may run side by side). No I/O, no clock. */
 #ifndef KMQ_OFFSET_SET_H
 #define KMQ_OFFSET_SET_H
 #include "kmq.h"
@@ -65,10 +68,7 @@ void kmq_offset_set_hold(kmq_offset_set *set);
 void kmq_offset_set_release(kmq_offset_set *set);
 
 bool kmq_offset_set_has(const kmq_offset_set *set, int64_t offset);
-static inline int64_t kmq_offset_set_count(const kmq_offset_set *set)
-{
-    return set->count;
-}
+static inline int64_t kmq_offset_set_count(const kmq_offset_set *set) { return set->count; }
 /* The first maximal run of members at or after `from`: its part from `from` on. false: there is none, *run unchanged.
  */
 bool kmq_offset_set_next(const kmq_offset_set *set, int64_t from, kmq_range *run);

@@ -43,10 +43,7 @@ static item *model_find(model *m, int64_t offset)
     return NULL;
 }
 
-static bool is_waiting(const item *it)
-{
-    return it->state == UNSTARTED || it->state == STARTING || it->state == READY;
-}
+static bool is_waiting(const item *it) { return it->state == UNSTARTED || it->state == STARTING || it->state == READY; }
 
 static int64_t model_limit(model *m, int64_t now)
 {
@@ -251,7 +248,10 @@ static op make_op(kmq_rng *rng, const model *m, const kmq_ledger *ledger, int64_
     case RETRY: o.lo = some_offset(rng, m, like); break;
     case SETTLE_MANY:
         o.n = kmq_rng_below(rng, 24) + 1;
-        for (size_t i = 0; i < o.n; i++) o.offsets[i] = some_offset(rng, m, like);
+        for (size_t i = 0; i < o.n; i++) {
+            bool run = i > 0 && o.offsets[i - 1] < INT64_MAX && !kmq_rng_chance(rng, 5);
+            o.offsets[i] = run ? o.offsets[i - 1] + 1 : some_offset(rng, m, like);
+        }
         break;
     case END_FAILED: o.n = m->n_taken > 0 ? kmq_rng_below(rng, m->n_taken) + 1 : 0; break;
     case COVER: o.lo = m->n > 0 ? some_offset(rng, m, READY) : 0; break;
