@@ -101,7 +101,7 @@ static int reserve_slots(kmq_lease_book *book, size_t n)
 {
     size_t have = book->n_free_slots + book->slots_cap - book->n_slots;
     if (n <= have) return KMQ_OK;
-    size_t cap = book->slots_cap + book->slots_cap / 2u;
+    size_t cap = book->slots_cap + book->slots_cap / 4u;
     size_t least = book->slots_cap + (n - have) + 1; /* slot 0 is unused */
     if (cap < least) cap = least;
     if (cap > UINT32_MAX) return KMQ_ENOMEM;
@@ -383,32 +383,32 @@ static void left_of(const kmq_lease_book *book, const kmq_lease *lease, const st
     }
 }
 
-static bool closes_plainly(const kmq_lease_book *book, const struct part *part)
+/* Would closing the part leave holes in a lease that has no bits yet? path: at the first lease that ends behind part->lo. */
+static bool makes_holes(const kmq_lease_book *book, kmq_lease_path path, const struct part *part)
 {
-    kmq_lease_path path;
     struct left left;
-    if (!find_from(book, part->lo, &path)) return true;
     do {
         const kmq_lease *lease = kmq_lease_tree_at(&book->tree, &path);
-        if (lease->lo >= part->hi) break;
+        int64_t end = end_of(lease);
+        if (lease->lo >= part->hi) return false;
         if (bits_of(book, lease) != NULL) continue;
         if (part->n_runs == 1) {
-            if (lease->lo < part->lo && part->hi < end_of(lease)) return false;
-            continue;
+            if (lease->lo < part->lo && part->hi < end) return true;
+        } else {
+            left_of(book, lease, part, &left);
+            if (left.n > 0 && left.last - left.first + 1 != left.n) return true;
         }
-        left_of(book, lease, part, &left);
-        if (left.n > 0 && left.last - left.first + 1 != left.n) return false; /* holes: it needs bits */
+        if (end >= part->hi) return false;
     } while (kmq_lease_tree_next(&book->tree, &path));
-    return true;
+    return false;
 }
 
 static void narrow(kmq_lease_book *book, kmq_lease_path *path, int64_t lo, uint32_t len)
 {
     kmq_lease *lease = kmq_lease_tree_at(&book->tree, path);
-    bool moved = lease->lo != lo;
     lease->lo = lo;
     lease->len = (uint16_t)len;
-    if (moved) kmq_lease_tree_touched(&book->tree, path);
+    kmq_lease_tree_moved(&book->tree, path);
 }
 
 static void close_lease(kmq_lease_book *book, kmq_lease_path *path, const struct part *part)
@@ -441,13 +441,14 @@ static bool close_plainly(kmq_lease_book *book, const struct part *part)
 {
     kmq_lease_path path;
     int64_t from = part->lo;
-    if (!closes_plainly(book, part)) return false;
-    while (from < part->hi && find_from(book, from, &path)) {
+    if (!find_from(book, from, &path)) return true;
+    if (makes_holes(book, path, part)) return false;
+    do {
         const kmq_lease *lease = kmq_lease_tree_at(&book->tree, &path);
         if (lease->lo >= part->hi) break;
         from = end_of(lease);
         close_lease(book, &path, part);
-    }
+    } while (from < part->hi && find_from(book, from, &path));
     return true;
 }
 
@@ -580,17 +581,27 @@ static void unpack_lease(const kmq_lease_book *book, struct page *page, const km
     if (in_flight(lease)) page->in_flight += open_of(book, lease);
 }
 
-/* A neighbour that the change could join with comes along. */
-static bool comes_along(const kmq_lease *lease, const struct part *part, const struct change *change)
+/* A neighbour in the page comes along if the change could make the two alike. When a hole is made, so do the other
+ * pieces of what was one lease: with enough of them, one lease with bits takes their place. */
+static bool comes_along(const kmq_lease *lease, const struct part *part, const struct change *change,
+                        const kmq_lease *first)
 {
-    return lease->lo >= part->base && lease->lo < page_end(part->base) &&
-           (change->deed == TAKE || change->deed == GIVE_BACK ||
-            (change->deed != CLOSE && lease->due_ms == change->due_ms));
+    if (lease->lo < part->base || lease->lo >= page_end(part->base)) return false;
+    switch (change->deed) {
+    case OPEN:
+    case RENEW:
+    case DELAY: return lease->due_ms == change->due_ms;
+    case CLOSE:
+    case TAKE:
+    case GIVE_BACK: break;
+    }
+    return first != NULL && lease->due_ms == first->due_ms && lease->marker == first->marker;
 }
 
 static void unpack(const kmq_lease_book *book, struct page *page, const struct part *part, const struct change *change)
 {
     kmq_lease_path path, before;
+    const kmq_lease *first = NULL;
     page->base = part->base;
     page->from = (uint32_t)(part->lo - part->base);
     page->to = (uint32_t)(part->hi - part->base);
@@ -601,14 +612,15 @@ static void unpack(const kmq_lease_book *book, struct page *page, const struct p
     bool found = find_from(book, part->lo, &path);
     if (book->tree.height == 0) return;
     before = path;
+    if (found) first = kmq_lease_tree_at(&book->tree, &path);
     if (!found || kmq_lease_tree_prev(&book->tree, &before)) {
         const kmq_lease *lease = kmq_lease_tree_at(&book->tree, &before);
-        if (comes_along(lease, part, change)) unpack_lease(book, page, lease);
+        if (comes_along(lease, part, change, first)) unpack_lease(book, page, lease);
     }
     while (found) {
         const kmq_lease *lease = kmq_lease_tree_at(&book->tree, &path);
         bool behind = lease->lo >= part->hi;
-        if (behind && !comes_along(lease, part, change)) break;
+        if (behind && !comes_along(lease, part, change, first)) break;
         unpack_lease(book, page, lease);
         found = !behind && kmq_lease_tree_next(&book->tree, &path);
     }
@@ -803,11 +815,12 @@ static void plan(kmq_lease_book *book, const kmq_marker_set *set, const struct c
     struct feed feed;
     struct part part;
     struct page page;
+    kmq_lease_path path;
     int64_t gap = -1, after;
     size_t n_gap = 0;
     feed_begin(&feed, set);
     while (feed_next(book, &feed, change->deed == OPEN, &part)) {
-        if (change->deed == CLOSE && closes_plainly(book, &part)) continue;
+        if (change->deed == CLOSE && (!find_from(book, part.lo, &path) || !makes_holes(book, path, &part))) continue;
         if (change->deed == OPEN && part.n_runs == 1 && opens_in_gap(book, &part, &after)) {
             if (after != gap) {
                 need->nodes += kmq_lease_tree_nodes_for(&book->tree, n_gap);
@@ -835,6 +848,23 @@ static void change_planned(kmq_lease_book *book, const struct part *part, const 
     release(book, &page);
 }
 
+/* The short way for most records of the :kmq format: the END of all that one lease has. false: nothing has changed. */
+static bool change_alone(kmq_lease_book *book, const struct feed *feed, const struct change *change)
+{
+    kmq_lease_path path;
+    const kmq_range *run = &feed->run;
+    if (change->deed != CLOSE || !feed->more || feed->cursor.form != 0 || feed->cursor.left != 0) return false;
+    if (!kmq_lease_tree_seek(&book->tree, run->lo, &path)) return true;
+    const kmq_lease *lease = kmq_lease_tree_at(&book->tree, &path);
+    if (lease->lo != run->lo || end_of(lease) != run->hi) return false;
+    uint32_t open = open_of(book, lease);
+    book->open -= open;
+    if (in_flight(lease)) book->in_flight -= open;
+    slot_free(book, lease->extra);
+    kmq_lease_tree_remove(&book->tree, &path);
+    return true;
+}
+
 static int change_set(kmq_lease_book *book, const kmq_marker_set *set, const struct change *change)
 {
     struct feed feed;
@@ -842,6 +872,7 @@ static int change_set(kmq_lease_book *book, const kmq_marker_set *set, const str
     struct need need = {0};
     bool opens = change->deed == OPEN;
     feed_begin(&feed, set);
+    if (change_alone(book, &feed, change)) return KMQ_OK;
     if (!feed_next(book, &feed, opens, &part)) return KMQ_OK;
     if (!feed_next(book, &feed, opens, &second)) return change_part(book, &part, change);
     plan(book, set, change, &need);

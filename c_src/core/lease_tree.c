@@ -107,29 +107,58 @@ static int64_t due_of(const kmq_lease_node *node, uint32_t i)
 static kmq_lease summary(kmq_lease_node *node)
 {
     kmq_lease sum = {.lo = node->e[0].lo, .due_ms = INT64_MAX, .marker = INT64_MAX, .child = node};
-    for (uint32_t i = 0; i < node->n; i++) {
-        int64_t due_ms = due_of(node, i);
-        if (due_ms < sum.due_ms) sum.due_ms = due_ms;
-        if (node->e[i].marker < sum.marker) sum.marker = node->e[i].marker;
+    if (node->leaf) {
+        for (uint32_t i = 0; i < node->n; i++) {
+            int64_t due_ms = due_of(node, i), marker = node->e[i].marker;
+            sum.due_ms = due_ms < sum.due_ms ? due_ms : sum.due_ms;
+            sum.marker = marker < sum.marker ? marker : sum.marker;
+        }
+    } else {
+        for (uint32_t i = 0; i < node->n; i++) {
+            int64_t due_ms = node->e[i].due_ms, marker = node->e[i].marker;
+            sum.due_ms = due_ms < sum.due_ms ? due_ms : sum.due_ms;
+            sum.marker = marker < sum.marker ? marker : sum.marker;
+        }
     }
     return sum;
 }
 
-/* from the parent of `level` up, as far as anything changes */
-static void pull_up(kmq_lease_tree *tree, const kmq_lease_path *path, int level)
+static bool same_sum(const kmq_lease *a, const kmq_lease *b)
 {
-    (void)tree;
+    return a->lo == b->lo && a->due_ms == b->due_ms && a->marker == b->marker;
+}
+
+/* from the parent of `level` up, as far as anything changes */
+static void pull_up(const kmq_lease_path *path, int level)
+{
     for (; level > 0; level--) {
         kmq_lease *up = &path->at[level - 1].node->e[path->at[level - 1].i];
         kmq_lease sum = summary(path->at[level].node);
-        if (up->lo == sum.lo && up->due_ms == sum.due_ms && up->marker == sum.marker && up->child == sum.child) return;
+        if (same_sum(up, &sum)) return;
         *up = sum;
+    }
+}
+
+/* The same after an insert below `level`: minima can only fall. */
+static void widen_up(const kmq_lease_path *path, int level, const kmq_lease *by)
+{
+    for (; level > 0; level--) {
+        kmq_lease *up = &path->at[level - 1].node->e[path->at[level - 1].i];
+        if (up->lo <= by->lo && up->due_ms <= by->due_ms && up->marker <= by->marker) return;
+        if (by->lo < up->lo) up->lo = by->lo;
+        if (by->due_ms < up->due_ms) up->due_ms = by->due_ms;
+        if (by->marker < up->marker) up->marker = by->marker;
     }
 }
 
 void kmq_lease_tree_touched(kmq_lease_tree *tree, const kmq_lease_path *path)
 {
-    pull_up(tree, path, tree->height - 1);
+    pull_up(path, tree->height - 1);
+}
+
+void kmq_lease_tree_moved(kmq_lease_tree *tree, const kmq_lease_path *path)
+{
+    if (path->at[tree->height - 1].i == 0) pull_up(path, tree->height - 1);
 }
 
 int64_t kmq_lease_tree_min_due(const kmq_lease_tree *tree)
@@ -156,12 +185,19 @@ static uint32_t find(const kmq_lease_node *node, int64_t offset)
     return lo;
 }
 
+/* A large book's leaves are not in the cache, and a binary search would wait for one line after the other. */
+static void warm(const kmq_lease_node *node)
+{
+    for (uint32_t i = 0; i < node->n; i += 4) __builtin_prefetch(&node->e[i]);
+}
+
 bool kmq_lease_tree_seek(const kmq_lease_tree *tree, int64_t offset, kmq_lease_path *path)
 {
     kmq_lease_node *node = tree->root;
     if (node == NULL) return false;
     for (int level = 0;; level++) {
         path->at[level].node = node;
+        warm(node);
         path->at[level].i = find(node, offset);
         if (node->leaf) return true;
         node = node->e[path->at[level].i].child;
@@ -313,7 +349,8 @@ void kmq_lease_tree_insert(kmq_lease_tree *tree, kmq_lease_path *path, const kmq
         if (path->at[level].node->n < KMQ_LEASE_NODE_MAX) {
             if (path->at[level].node->n == path->at[level].node->cap) leaf_grow(tree, path, level);
             put(path->at[level].node, i, &add);
-            pull_up(tree, path, level);
+            add.due_ms = due_of(path->at[level].node, i);
+            widen_up(path, level, &add);
             return;
         }
         kmq_lease_node *right = split(tree, path, level, i, &add);
@@ -340,32 +377,35 @@ static void take_out(kmq_lease_node *node, uint32_t i)
 
 /* Joins the path's node, nearly empty, with a neighbour below the same parent, if they fit well. The path then stands at
  * the joined node, its index on this level undefined. */
-static void join(kmq_lease_tree *tree, kmq_lease_path *path, int level)
+static bool join(kmq_lease_tree *tree, kmq_lease_path *path, int level)
 {
-    if (level == 0 || path->at[level].node->n >= MERGE_BELOW) return;
+    if (level == 0 || path->at[level].node->n >= MERGE_BELOW) return false;
     kmq_lease_node *parent = path->at[level - 1].node;
     uint32_t i = path->at[level - 1].i; /* join i and i + 1 */
     if (i + 1u == parent->n) {
-        if (i == 0) return;
+        if (i == 0) return false;
         i--;
     }
     kmq_lease_node *left = parent->e[i].child, *right = parent->e[i + 1].child;
     size_t n = (size_t)left->n + right->n;
-    if (n > MERGE_INTO) return;
+    if (n > MERGE_INTO) return false;
     path->at[level - 1].i = i;
     path->at[level].node = left;
-    if (n > left->cap && !node_resize(tree, path, level, leaf_cap(n))) return; /* no: they stay apart */
+    if (n > left->cap && !node_resize(tree, path, level, leaf_cap(n))) return false; /* no: they stay apart */
     left = path->at[level].node;
     memcpy(&left->e[left->n], right->e, right->n * sizeof *right->e);
     left->n = (uint16_t)n;
     node_free(tree, right);
     parent->e[i] = summary(left);
     take_out(parent, i + 1);
+    return true;
 }
 
 void kmq_lease_tree_remove(kmq_lease_tree *tree, kmq_lease_path *path)
 {
     int level = tree->height - 1;
+    kmq_lease *gone = kmq_lease_tree_at(tree, path);
+    int64_t lo = gone->lo, marker = gone->marker, due_ms = due_of(path->at[level].node, path->at[level].i);
     take_out(path->at[level].node, path->at[level].i);
     for (; level >= 0 && path->at[level].node->n == 0; level--) {
         node_free(tree, path->at[level].node);
@@ -379,8 +419,16 @@ void kmq_lease_tree_remove(kmq_lease_tree *tree, kmq_lease_path *path)
     /* What is left of the path stands at nodes that are not empty; its lowest index may be off by one and is not used. */
     for (; level >= 0; level--) {
         leaf_shrink(tree, path, level);
-        if (level > 0) path->at[level - 1].node->e[path->at[level - 1].i] = summary(path->at[level].node);
-        join(tree, path, level);
+        if (level == 0) break;
+        kmq_lease *up = &path->at[level - 1].node->e[path->at[level - 1].i];
+        bool minimum = up->lo >= lo || up->due_ms >= due_ms || up->marker >= marker;
+        if (minimum) {
+            kmq_lease sum = summary(path->at[level].node);
+            minimum = !same_sum(up, &sum);
+            *up = sum;
+        }
+        bool joined = join(tree, path, level);
+        if (!minimum && !joined) return; /* mostly it was none of the minima */
     }
     while (!tree->root->leaf && tree->root->n == 1) {
         kmq_lease_node *root = tree->root;
@@ -438,7 +486,7 @@ void kmq_lease_tree_check(const kmq_lease_tree *tree)
             if (level == 0) break;
             kmq_lease sum = summary(node);
             const kmq_lease *up = &path.at[level - 1].node->e[path.at[level - 1].i];
-            assert(up->lo == sum.lo && up->due_ms == sum.due_ms && up->marker == sum.marker && up->child == node);
+            assert(same_sum(up, &sum) && up->child == node);
             (void)sum, (void)up;
         }
     } while (kmq_lease_tree_next(tree, &path));

@@ -78,10 +78,11 @@ bool kmq_lease_tree_next_due(const kmq_lease_tree *tree, kmq_lease_path *path, i
 /* One lease on or back; false: there is none, path unchanged. */
 bool kmq_lease_tree_next(const kmq_lease_tree *tree, kmq_lease_path *path);
 bool kmq_lease_tree_prev(const kmq_lease_tree *tree, kmq_lease_path *path);
-/* The lease at the path. Who changes it in place calls touched before anything else looks at the tree; lo may only move
- * within the gap around it. */
+/* The lease at the path. Who changes it in place calls touched before anything else looks at the tree, or moved if only lo
+ * and len have changed; lo may only move within the gap around it. */
 kmq_lease *kmq_lease_tree_at(const kmq_lease_tree *tree, const kmq_lease_path *path);
 void kmq_lease_tree_touched(kmq_lease_tree *tree, const kmq_lease_path *path);
+void kmq_lease_tree_moved(kmq_lease_tree *tree, const kmq_lease_path *path);
 
 /* Nodes that inserting n leases side by side can need at the most. */
 size_t kmq_lease_tree_nodes_for(const kmq_lease_tree *tree, size_t n);

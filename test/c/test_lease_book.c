@@ -465,10 +465,10 @@ static void test_model(void **state)
 {
     (void)state;
     kmq_rng rng = kmq_test_rng(__func__);
-    model_run(&rng, 0, 40, kmq_test_scale(60000));
-    model_run(&rng, 1000, 1500, kmq_test_scale(20000));
-    model_run(&rng, INT64_C(5000000000), CELLS, kmq_test_scale(12000));
-    model_run(&rng, INT64_MAX - CELLS, CELLS, kmq_test_scale(3000));
+    model_run(&rng, 0, 40, kmq_test_scale(40000));
+    model_run(&rng, 1000, 1500, kmq_test_scale(10000));
+    model_run(&rng, INT64_C(5000000000), CELLS, kmq_test_scale(6000));
+    model_run(&rng, INT64_MAX - CELLS, CELLS, kmq_test_scale(2000));
 }
 
 /* Single offsets only, many, in random order: the tree splits, joins and shrinks. Millions of changes, checked at the
@@ -486,7 +486,7 @@ static void test_singles(void **state)
     memset(due, 0xff, sizeof due);
     for (int round = 0; round < 24; round++) {
         uint64_t closing = (uint64_t)round % 3; /* filling up, holding, emptying */
-        for (int64_t i = 0; i < kmq_test_scale(60000); i++) {
+        for (int64_t i = 0; i < kmq_test_scale(30000); i++) {
             int64_t at = (int64_t)kmq_rng_below(&rng, N);
             bool end = kmq_rng_below(&rng, 4) < 1 + closing;
             kmq_marker marker = {.type = end ? KMQ_MARKER_END : KMQ_MARKER_START, .set = {.single = at * 7},
@@ -623,7 +623,7 @@ static void test_no_memory(void **state)
 {
     (void)state;
     kmq_rng rng = kmq_test_rng(__func__);
-    for (int round = 0; round < (int)kmq_test_scale(12); round++) {
+    for (int round = 0; round < (int)kmq_test_scale(5); round++) {
         uint64_t seed = kmq_rng_next(&rng), want, got;
         int steps = 30;
         (void)fail_run(seed, steps, -1, 0, false, &want);
@@ -738,7 +738,7 @@ static void test_checkpoint(void **state)
     static struct op ops[STEPS];
     kmq_rng rng = kmq_test_rng(__func__);
     kmq_alloc alloc = kmq_alloc_libc();
-    for (int64_t round = 0; round < kmq_test_scale(25); round++) {
+    for (int64_t round = 0; round < kmq_test_scale(15); round++) {
         kmq_lease_book book, copy, final;
         int64_t clock = 1000;
         (void)kmq_lease_book_init(&final, &alloc);
@@ -893,7 +893,7 @@ static void test_memory(void **state)
         kmq_marker marker = {.type = KMQ_MARKER_END, .set = {.single = (int64_t)kmq_rng_below(&rng, N)}};
         assert_int_equal(kmq_lease_book_apply(&book, &marker, 1000, N), KMQ_OK);
     }
-    assert_true((double)count.bytes < 0.3 * (double)kmq_lease_book_open(&book));
+    assert_true(count.bytes < N * 3 / 10); /* holes cost a bit an offset */
     kmq_lease_book_free(&book);
 
     (void)kmq_lease_book_init(&book, &alloc);
