@@ -7,7 +7,7 @@
 #include "term.h"
 #include "../kafka/failpoint.h"
 
-enum { CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200 };
+enum { CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200, PROMPT_MS = 2000 };
 
 /* Positive, unlike the VM's own: 0 can mean "never". */
 static int64_t base_ms;
@@ -195,6 +195,7 @@ int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_
     e->cursor = 0;
     e->rebalance = REB_NONE;
     e->commit_due = engine_now(); /* an empty partition's position is committed, too: its first start is over */
+    e->prompt_until = e->commit_due + PROMPT_MS;
     if (!rc) engine_wake_borrower(e);
     return rc;
 }
@@ -220,9 +221,11 @@ int engine_reset(engine *e, part *p, int64_t offset, kafka_error *err)
 }
 
 /* ------------------------------------------------------------------ commits */
+/* Where a message kills its VM again and again, it does so soon after an assignment: for a while commits go out with the hand-out itself, so
+ * that also a killer behind the first window is below the committed offset the next time. */
 void engine_want_commit(engine *e, int64_t now)
 {
-    int64_t due = now + e->config.commit_interval_ms;
+    int64_t due = now < e->prompt_until ? now : now + e->config.commit_interval_ms;
     if (e->commit_due > due) e->commit_due = due;
     engine_notify_owner(e, e->commit_due > now ? e->commit_due - now : 0);
 }

@@ -134,7 +134,8 @@ struct engine {
     int64_t close_deadline;
 
     bool commit_in_flight;
-    int64_t commit_due; /* INT64_MAX: nothing changed */
+    int64_t commit_due;   /* INT64_MAX: nothing changed */
+    int64_t prompt_until; /* until then a commit is due at once */
     int64_t renew_due, flush_due, rebuild_asked;
 
     mark *oldest, *newest; /* marks in flight */
