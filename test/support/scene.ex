@@ -1,7 +1,7 @@
 defmodule Kmq.Test.Scene do
   @moduledoc false
   # The stage of an integration test: a queue topic, a group, marker and dead letter topics and a folder of its own, all of which are
-  # gone afterwards; and the proof that nothing native was left behind.
+  # gone afterwards; and the proof that nothing native was left behind. KMQ_TEST_KEEP=1 keeps the folder, with the VMs' logs.
   import ExUnit.Assertions
   import ExUnit.Callbacks, only: [on_exit: 1]
   import Kmq.Test.Eventually
@@ -203,6 +203,6 @@ defmodule Kmq.Test.Scene do
           do: Kafka.delete_topic(scene.hosts, topic)
     end
 
-    File.rm_rf!(scene.dir)
+    if System.get_env("KMQ_TEST_KEEP") != "1", do: File.rm_rf!(scene.dir)
   end
 end
