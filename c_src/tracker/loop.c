@@ -24,7 +24,7 @@
 
 enum {
     OUT_BYTES = 8 << 20, OUT_HIGH = 4 << 20, SUMS_MS = 100, REVOKE_MS = 5000, REVOKE_COMMIT_MS = 2000, STOP_MS = 700, STOP_COMMIT_MS = 400,
-    CLOSE_MS = 400, LAST_WORDS_MS = 100, RETRY_MS = 1000
+    CLOSE_MS = 400, LAST_WORDS_MS = 100, RETRY_MS = 1000, ASLEEP_MS = 1000
 };
 
 void tracker_no_memory(void)
@@ -814,6 +814,15 @@ static void turn(tracker *t)
     mode_step(t);
 }
 
+/* The process did not run for a while (stopped, swapped, suspended): others may have redelivered meanwhile. What was decided before
+ * and is not with the producer yet is decided again, behind a new CLOCK. */
+static void woken(tracker *t)
+{
+    t->woken_ms = t->now_ms;
+    for (tracker_part *part = t->parts; part; part = part->next) part->decide_until_ms = 0;
+    tracker_redeliver_drop(t);
+}
+
 enum { IN, OUT, SIGNAL, CONTROL, RECORDS, PRODUCER, JOBS, N_FDS };
 
 static void wait_and_read(tracker *t)
@@ -827,8 +836,11 @@ static void wait_and_read(tracker *t)
         [PRODUCER] = {.fd = t->producer_wake[0], .events = POLLIN},
         [JOBS] = {.fd = t->jobs_wake[0], .events = POLLIN},
     };
-    int n = poll(fds, N_FDS, next_deadline(t));
+    int timeout_ms = next_deadline(t);
+    int n = poll(fds, N_FDS, timeout_ms);
+    int64_t before_ms = t->now_ms;
     t->now_ms = tracker_now_ms();
+    if (timeout_ms >= 0 && t->now_ms - before_ms - timeout_ms > ASLEEP_MS) woken(t);
     if (n <= 0) return;
     for (int i = CONTROL; i < N_FDS; i++)
         if (fds[i].revents & POLLIN) drain_pipe(fds[i].fd); /* before the queues are: a wake-up in between stays */

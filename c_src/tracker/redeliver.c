@@ -69,6 +69,7 @@ typedef struct read_job {
     tracker_part *part;
     const char *topic;
     int32_t partition;
+    int64_t given_ms;
     int rc;
     kafka_error error;
     size_t n, n_offsets, at, bytes;
@@ -101,11 +102,11 @@ static void read_run(helper_job *job, void *thread)
                       : KAFKA_EKAFKA;
 }
 
-static void plan(tracker *t, tracker_item *item)
+static void plan(tracker *t, tracker_item *item, bool stale)
 {
     tracker_part *part = item->part;
     int64_t now_ms = kmq_lease_book_log_time(&part->book);
-    if (t->mode != MODE_RUNNING || part->gone || part->state != PART_READY || !item->known ||
+    if (stale || t->mode != MODE_RUNNING || part->gone || part->state != PART_READY || !item->known ||
         !kmq_lease_book_still_due(&part->book, item->offset, now_ms)) {
         item_back(t, item);
         return;
@@ -145,7 +146,7 @@ static void read_done(helper_job *job, void *owner)
         part->read_pause_ms = t->now_ms + SUSPECT_PAUSE_MS;
         tracker_alarm(t, &t->alarm_ms[ALARM_READ], "read", read->topic, read->partition, "cannot be read, tried again: %s", read->error.text);
     }
-    for (size_t i = 0; i < read->n; i++) plan(t, read->items[i]);
+    for (size_t i = 0; i < read->n; i++) plan(t, read->items[i], read->given_ms < t->woken_ms);
     tracker_part_put(part);
     free(read->offsets);
     free(read);
@@ -210,6 +211,7 @@ static bool take(tracker *t, tracker_part *part)
     for (size_t i = below; i < n; i++) hold(t, part, due[i].offset);
     tracker_rate_back(&t->rate, granted - below);
     if (!read) return n == granted;
+    read->given_ms = t->now_ms;
     read->n = read->n_offsets = below;
     read->part = part;
     read->topic = part->queue->topic;
@@ -309,6 +311,16 @@ void tracker_targets_ask(tracker *t, tracker_target *target)
     helper_give(&t->asks, &ask->job);
 }
 
+static void planned_drop(tracker *t, tracker_target *target)
+{
+    tracker_item *item = target->planned_first, *next;
+    target->planned_first = target->planned_last = NULL;
+    for (; item; item = next) {
+        next = item->next;
+        item_back(t, item);
+    }
+}
+
 /* Planned copies to the producer. False: its queue is full. */
 static bool target_send(tracker *t, tracker_target *target)
 {
@@ -369,8 +381,8 @@ int64_t tracker_redeliver_wait(const tracker *t)
 void tracker_redeliver_drop(tracker *t)
 {
     for (size_t i = 0; i < t->config.n_queues; i++) {
-        target_send(t, &t->queues[i].copies);
-        target_send(t, &t->queues[i].dead_letters);
+        planned_drop(t, &t->queues[i].copies);
+        planned_drop(t, &t->queues[i].dead_letters);
         waits_release(&t->queues[i].copies.waits, INT64_MAX);
         waits_release(&t->queues[i].dead_letters.waits, INT64_MAX);
     }

@@ -219,7 +219,7 @@ struct tracker {
     int status; /* to exit with */
 
     tracker_mode mode;
-    int64_t now_ms, started_ms;
+    int64_t now_ms, started_ms, woken_ms;
     int64_t step_until_ms; /* of REVOKING, STOPPING, CLOSING */
     bool final_commit;     /* the last commit of a revoke has been sent */
     int64_t stop_id;       /* the command to answer; 0 = none */
@@ -311,7 +311,7 @@ void tracker_redeliver_take(tracker *t, tracker_part *part); /* what is due and 
 void tracker_reader_warm(tracker *t, const tracker_part *part);
 void tracker_redeliver_step(tracker *t);                     /* planned copies to the producer, pauses, targets */
 int64_t tracker_redeliver_wait(const tracker *t);
-void tracker_redeliver_drop(tracker *t);                     /* what is not yet with the producer goes back to its book */
+void tracker_redeliver_drop(tracker *t);                     /* what is planned and what waits goes back to its book */
 void tracker_copy_done(tracker *t, tracker_item *item, int64_t copy_offset);
 void tracker_copy_failed(tracker *t, tracker_item *item, int error);
 void tracker_targets_ask(tracker *t, tracker_target *target); /* does it exist */
