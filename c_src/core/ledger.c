@@ -410,7 +410,8 @@ static kmq_offset_set *find_handed_out(kmq_ledger *ledger, int64_t offset, int *
     return NULL;
 }
 
-int kmq_ledger_settle(kmq_ledger *ledger, int64_t offset, kmq_end_cause cause)
+/* Any offset, by an order of steps that can always be undone: into `ends` first, then out of where it was. */
+static int settle_any(kmq_ledger *ledger, int64_t offset, kmq_end_cause cause)
 {
     int answer, rc = KMQ_OK;
     kmq_offset_set *from = find_handed_out(ledger, offset, &answer), *ends = &ledger->ends[cause];
@@ -425,6 +426,17 @@ int kmq_ledger_settle(kmq_ledger *ledger, int64_t offset, kmq_end_cause cause)
     }
     ledger->counts.late += answer == KMQ_ELATE;
     return answer;
+}
+
+int kmq_ledger_settle(kmq_ledger *ledger, int64_t offset, kmq_end_cause cause)
+{
+    bool was_open;
+    if (!kmq_offset_set_try_remove(&ledger->open, offset, &was_open) || !was_open)
+        return settle_any(ledger, offset, cause);
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
+    int rc = kmq_offset_set_add(&ledger->ends[cause], offset, offset + 1, NULL);
+    if (rc != KMQ_OK) (void)kmq_offset_set_add(&ledger->open, offset, offset + 1, NULL); /* an undo: cannot fail */
+    return rc;
 }
 
 /* How many offsets from the first on are consecutive and all open, so that they can be settled as one range; 1 when it is not

@@ -163,11 +163,30 @@ static uint32_t find_bit(const uint64_t *bits, uint32_t a, bool value)
 /* how many members of the array are below a: where a stands or would stand */
 static uint32_t array_rank(const kmq_offset_entry *e, uint32_t a)
 {
-    uint32_t lo = 0, hi = e->count;
-    if (hi > 0 && e->u.array[hi - 1] < a) return hi; /* appending is the common case */
+    const uint16_t *at = e->u.array;
+    uint32_t n = e->count;
+    if (n == 0) return 0;
+    if (at[n - 1] < a) return n; /* appending is the common case */
+    while (n > 1) { /* written so that it compiles to moves: a branch here is guessed wrong every other time */
+        uint32_t half = n / 2;
+        at += at[half - 1] < a ? half : 0;
+        n -= half;
+    }
+    return (uint32_t)(at - e->u.array) + (*at < a);
+}
+
+/* ---- entries */
+
+static uint64_t end_chunk(const kmq_offset_entry *e) { return e->first + (e->kind == FULL ? e->u.n_full : 1); }
+
+/* the first entry that ends after chunk, by halving */
+static size_t seek_far(const kmq_offset_set *set, uint64_t chunk)
+{
+    size_t lo = 0, hi = set->n_entries;
+    if (hi > 0 && chunk >= end_chunk(&set->entries[hi - 1])) return hi; /* appending is the common case */
     while (lo < hi) {
-        uint32_t mid = (lo + hi) / 2;
-        if (e->u.array[mid] < a)
+        size_t mid = lo + (hi - lo) / 2;
+        if (end_chunk(&set->entries[mid]) <= chunk)
             lo = mid + 1;
         else
             hi = mid;
@@ -175,28 +194,16 @@ static uint32_t array_rank(const kmq_offset_entry *e, uint32_t a)
     return lo;
 }
 
-/* ---- entries */
-
-static uint64_t end_chunk(const kmq_offset_entry *e) { return e->first + (e->kind == FULL ? e->u.n_full : 1); }
-
 /* the first entry that ends after chunk: the one that has it, or the one before which it would be inserted */
-static size_t seek(const kmq_offset_set *set, uint64_t chunk)
+static inline size_t seek(const kmq_offset_set *set, uint64_t chunk)
 {
     const kmq_offset_entry *entries = set->entries;
-    size_t n = set->n_entries, lo = 0, hi = n;
+    size_t n = set->n_entries;
     if (n == 0) return 0;
     if (set->hint < n && entries[set->hint].first <= chunk && chunk < end_chunk(&entries[set->hint])) return set->hint;
     uint64_t guess = chunk - entries[0].first; /* right when no chunk is missing and none is in a run */
     if (guess < n && entries[guess].first == chunk) return (size_t)guess;
-    if (chunk >= end_chunk(&entries[n - 1])) return n;
-    while (lo < hi) {
-        size_t mid = lo + (hi - lo) / 2;
-        if (end_chunk(&entries[mid]) <= chunk)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    return lo;
+    return seek_far(set, chunk);
 }
 
 static bool covers(const kmq_offset_set *set, size_t i, uint64_t chunk)
@@ -388,20 +395,30 @@ static int add_range(kmq_offset_set *set, int64_t lo, int64_t hi, int64_t *added
     return KMQ_OK;
 }
 
-/* One offset of a chunk that is a bitmap or full: what most calls are. false: not so, nothing done. */
-static bool add_bit(kmq_offset_set *set, int64_t offset, int64_t *added)
+/* One offset of a chunk that needs no memory for it: what most calls are. false: it does, nothing done. */
+static bool add_one(kmq_offset_set *set, int64_t offset, int64_t *added)
 {
     uint64_t chunk = (uint64_t)offset >> CHUNK_BITS;
+    uint32_t a = (uint32_t)offset & LOW_MASK;
     size_t i = seek(set, chunk);
-    if (!covers(set, i, chunk) || set->entries[i].kind == ARRAY) return false;
+    if (!covers(set, i, chunk)) return false;
     kmq_offset_entry *e = &set->entries[i];
     set->hint = i;
-    if (e->kind == FULL) return true;
-    uint64_t *word = &e->u.bits[((uint32_t)offset & LOW_MASK) / 64], bit = UINT64_C(1) << ((uint32_t)offset % 64);
-    if (*word & bit) return true;
-    *word |= bit;
-    *added = 1;
-    if (++e->count == CHUNK) fill(set, i);
+    if (e->kind == BITS) {
+        uint64_t *word = &e->u.bits[a / 64], bit = UINT64_C(1) << (a % 64);
+        if (*word & bit) return true;
+        *word |= bit;
+        *added = 1;
+        if (++e->count == CHUNK) fill(set, i);
+    } else if (e->kind == ARRAY) {
+        uint32_t p = array_rank(e, a);
+        if (p < e->count && e->u.array[p] == a) return true;
+        if (e->count == e->cap) return false;
+        memmove(e->u.array + p + 1, e->u.array + p, (e->count - p) * sizeof(*e->u.array));
+        e->u.array[p] = (uint16_t)a;
+        *added = 1;
+        e->count++;
+    }
     return true;
 }
 
@@ -411,7 +428,7 @@ int kmq_offset_set_add(kmq_offset_set *set, int64_t lo, int64_t hi, int64_t *add
     int rc = KMQ_OK;
     if (lo < 0 || hi < lo) return KMQ_EINVAL;
     if (set->spares != NULL && !set->held) trim_spares(set);
-    if (lo < hi && !(hi - lo == 1 && add_bit(set, lo, &n))) rc = add_range(set, lo, hi, &n);
+    if (lo < hi && !(hi - lo == 1 && add_one(set, lo, &n))) rc = add_range(set, lo, hi, &n);
     if (rc != KMQ_OK) return rc;
     set->count += n;
     if (added != NULL) *added = n;
@@ -523,31 +540,37 @@ static int remove_range(kmq_offset_set *set, int64_t lo, int64_t hi, int64_t *re
     return KMQ_OK;
 }
 
-/* One offset of a chunk that is absent, or a bitmap that stays one. false: not so, nothing done. */
-static bool remove_bit(kmq_offset_set *set, int64_t offset, int64_t *removed)
+bool kmq_offset_set_try_remove(kmq_offset_set *set, int64_t offset, bool *removed)
 {
     uint64_t chunk = (uint64_t)offset >> CHUNK_BITS;
+    *removed = false;
+    if (offset < 0) return true;
     size_t i = seek(set, chunk);
     if (!covers(set, i, chunk)) return true;
     kmq_offset_entry *e = &set->entries[i];
-    if (e->kind != BITS || e->count <= BACK_TO_ARRAY + 1) return false;
+    if (e->kind != BITS || e->count <= BACK_TO_ARRAY + 1) return false; /* else it stays a bitmap, and add finds it */
     uint64_t *word = &e->u.bits[((uint32_t)offset & LOW_MASK) / 64], bit = UINT64_C(1) << ((uint32_t)offset % 64);
     set->hint = i;
     if ((*word & bit) == 0) return true;
     *word &= ~bit;
-    *removed = 1;
+    *removed = true;
     e->count--;
+    set->count--;
     return true;
 }
 
 int kmq_offset_set_remove(kmq_offset_set *set, int64_t lo, int64_t hi, int64_t *removed)
 {
     int64_t n = 0;
-    int rc = KMQ_OK;
+    bool one = false;
     if (lo < 0 || hi < lo) return KMQ_EINVAL;
-    if (lo < hi && set->n_entries > 0 && !(hi - lo == 1 && remove_bit(set, lo, &n))) rc = remove_range(set, lo, hi, &n);
-    if (rc != KMQ_OK) return rc;
-    set->count -= n;
+    if (hi - lo == 1 && kmq_offset_set_try_remove(set, lo, &one)) {
+        n = one;
+    } else if (lo < hi && set->n_entries > 0) {
+        int rc = remove_range(set, lo, hi, &n);
+        if (rc != KMQ_OK) return rc;
+        set->count -= n;
+    }
     if (removed != NULL) *removed = n;
     return KMQ_OK;
 }

@@ -61,6 +61,10 @@ int kmq_offset_set_add(kmq_offset_set *set, int64_t lo, int64_t hi, int64_t *add
 /* Removes [lo, hi). *removed (may be NULL): how many of them were members. OK | ENOMEM | EINVAL */
 int kmq_offset_set_remove(kmq_offset_set *set, int64_t lo, int64_t hi, int64_t *removed);
 
+/* Removes one offset if that needs no memory, now or for an add that undoes it at once. *removed: was it a member.
+ * false: it is not so (a full chunk, or one with few members), nothing done. The quick way, for most calls. */
+bool kmq_offset_set_try_remove(kmq_offset_set *set, int64_t offset, bool *removed);
+
 /* Undo. After an add of [lo, hi) of which nothing was a member, remove(lo, hi) cannot fail as long as nothing else was
  * done to the set. Between hold and release that is true of each such add since hold, undone last one first. Holding
  * keeps 8 KiB for each chunk that an add fills. No nesting. */
