@@ -344,7 +344,9 @@ defmodule Kmq.Config do
       {"client.software.name", "kmq"},
       # Nagle costs START's round trip half of its p95.
       {"socket.nagle.disable", "true"},
-      {"socket.keepalive.enable", "true"}
+      {"socket.keepalive.enable", "true"},
+      # A broker that is back is found again within 2 s, not within 10.
+      {"reconnect.backoff.max.ms", "2000"}
     ] ++
       optional("socket.connection.setup.timeout.ms", client[:connect_timeout]) ++
       optional("socket.timeout.ms", client[:request_timeout]) ++ security

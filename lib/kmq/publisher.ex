@@ -31,8 +31,11 @@ defmodule Kmq.Publisher do
   alias Kmq.{Config, Error, Options, Telemetry, Topics}
 
   @topic_check_ms 15_000
-  # librdkafka reports each message within its delivery timeout; what is later than that is a dead publisher.
-  @report_margin_ms 5_000
+  # librdkafka looks at its timeouts when a broker's thread wakes, which for a broker that is down is when it connects again:
+  # up to reconnect.backoff.max.ms (10 s) late. What is later than that is a dead publisher.
+  @report_margin_ms 15_000
+  # An outage fails messages by the thousand; the log gets a line a second.
+  @log_ms 1_000
 
   @typedoc "Where a message is in its topic."
   @type place :: %{partition: non_neg_integer, offset: integer}
@@ -43,7 +46,7 @@ defmodule Kmq.Publisher do
           | {topic :: String.t(), value :: binary | nil, keyword}
 
   # queue: parked async calls, oldest first: {from, deadline, topic, native messages}. outstanding: sent and not reported.
-  # flushers: waiting for outstanding to be 0.
+  # flushers: waiting for outstanding to be 0. unlogged: %{topic => {count, error}}, said when log_timer is over.
   defstruct [
     :ref,
     :bootstrap,
@@ -53,7 +56,9 @@ defmodule Kmq.Publisher do
     queue: :queue.new(),
     outstanding: 0,
     failed: 0,
-    flushers: []
+    flushers: [],
+    unlogged: %{},
+    log_timer: nil
   ]
 
   # ---- API
@@ -445,7 +450,7 @@ defmodule Kmq.Publisher do
 
   def handle_info({:kmq, ref, {:published, topic, results}}, %{ref: ref} = state) do
     reasons = for {:error, _} = error <- results, {:error, error} = result(error), do: error
-    reasons != [] && report_async(topic, reasons)
+    state = if reasons == [], do: state, else: report_async(topic, reasons, state)
 
     state = %{
       state
@@ -460,6 +465,7 @@ defmodule Kmq.Publisher do
     {:noreply, send_queued(%{state | asking: false})}
   end
 
+  def handle_info(:log, state), do: {:noreply, log_failed(state)}
   def handle_info(:expire, state), do: {:noreply, expire(state)}
 
   def handle_info({:flush_expired, from}, state) do
@@ -482,6 +488,8 @@ defmodule Kmq.Publisher do
 
   @impl true
   def terminate(_reason, state) do
+    log_failed(state)
+
     state.outstanding > 0 &&
       Logger.warning("kmq: publisher closed with #{state.outstanding} messages not reported yet")
 
@@ -589,12 +597,25 @@ defmodule Kmq.Publisher do
 
   defp flushed(state), do: state
 
-  defp report_async(topic, [first | _] = errors) do
-    Logger.error(
-      "kmq: #{length(errors)} messages for #{inspect(topic)} were not published: #{first.message}"
-    )
-
+  defp report_async(topic, [first | _] = errors, state) do
     report_failed(topic, Enum.map(errors, & &1.reason))
+    count = length(errors)
+
+    unlogged =
+      Map.update(state.unlogged, topic, {count, first}, fn {n, error} -> {n + count, error} end)
+
+    timer = state.log_timer || Process.send_after(self(), :log, @log_ms)
+    %{state | unlogged: unlogged, log_timer: timer}
+  end
+
+  defp log_failed(state) do
+    Enum.each(state.unlogged, fn {topic, {count, error}} ->
+      Logger.error(
+        "kmq: #{count} messages for #{inspect(topic)} were not published: #{error.message}"
+      )
+    end)
+
+    %{state | unlogged: %{}, log_timer: nil}
   end
 
   defp event({:error, error}) do

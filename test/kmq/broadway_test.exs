@@ -1,0 +1,183 @@
+defmodule Kmq.BroadwayTest do
+  # The producer under the real thing, unchanged: runs where Broadway is loaded (ERL_LIBS), and says so where it is not.
+  use Kmq.Test.ClusterCase, on: :sandbox
+
+  @moduletag :broadway
+  @moduletag timeout: 60_000
+  @compile {:no_warn_undefined, [Broadway, Broadway.Message]}
+
+  defmodule Pipeline do
+    @compile {:no_warn_undefined, Broadway.Message}
+
+    def handle_message(_processor, message, %{test: test} = context) do
+      send(test, {:message, message})
+
+      case {message.data, message.metadata.attempt} do
+        {"raise", 1} ->
+          raise "oh"
+
+        {"reject", _} ->
+          raise Kmq.Reject, "not ours"
+
+        {"retry", 1} ->
+          Broadway.Message.failed(message, {:retry, 10})
+
+        {"configured", 1} ->
+          message
+          |> Broadway.Message.configure_ack(on_failure: {:retry, [20]})
+          |> Broadway.Message.failed("x")
+
+        {"kill", 1} ->
+          Process.exit(self(), :kill)
+
+        _ ->
+          if context[:batch], do: Broadway.Message.put_batcher(message, :default), else: message
+      end
+    end
+
+    def handle_batch(_batcher, messages, info, %{test: test}) do
+      send(test, {:batch, Enum.map(messages, & &1.data), info.size})
+
+      Enum.map(messages, fn message ->
+        if message.data == "7" and message.metadata.attempt == 1,
+          do: Broadway.Message.failed(message, "half"),
+          else: message
+      end)
+    end
+
+    def handle_failed(messages, %{test: test}) do
+      for message <- messages, do: send(test, {:failed, message.data})
+      messages
+    end
+  end
+
+  defp start(options, extra \\ []) do
+    name = :"broadway_#{System.unique_integer([:positive])}"
+    {context, extra} = Keyword.pop(extra, :context, %{})
+
+    {:ok, pid} =
+      Broadway.start_link(
+        Pipeline,
+        Keyword.merge(
+          [
+            name: name,
+            context: Map.put(context, :test, self()),
+            max_restarts: 100,
+            producer: [module: {OffBroadway.Kmq.Producer, options}, concurrency: 1],
+            processors: [default: [concurrency: 4]]
+          ],
+          extra
+        )
+      )
+
+    Process.unlink(pid)
+    on_exit(name, fn -> if Process.alive?(pid), do: Broadway.stop(name) end)
+    name
+  end
+
+  defp messages(n) do
+    for _ <- 1..n do
+      assert_receive {:message, message}, scaled(15_000)
+      message
+    end
+  end
+
+  test "messages are Broadway's, each comes once, a stop leaves nothing behind", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 4)
+    publish(cluster, topic, for(i <- 1..1_000, do: {"#{i}", partition: rem(i, 4), key: "k"}))
+    name = start(options(cluster, topic))
+    messages = messages(1_000)
+    assert Enum.all?(messages, &is_struct(&1, Broadway.Message))
+    assert messages |> Enum.map(& &1.data) |> Enum.uniq() |> length() == 1_000
+
+    assert %{
+             topic: ^topic,
+             partition: _,
+             offset: _,
+             key: "k",
+             ts: _,
+             headers: [],
+             attempt: 1,
+             deliveries: 1,
+             id: _
+           } = hd(messages).metadata
+
+    assert Broadway.stop(name) == :ok
+    refute_received {:message, _}
+  end
+
+  test "failures: by reason, by configure_ack, by a raise, a rejection, a killed processor", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ~w(ok raise reject retry configured))
+    name = start(options(cluster, topic))
+    all = messages(5 + 3)
+    again = for %{metadata: %{attempt: 2}} = message <- all, do: message.data
+    assert Enum.sort(again) == ~w(configured raise retry)
+
+    assert [%{value: "reject", headers: headers}] =
+             await_records(cluster, topic <> "__undelivered", 1, 1, 20_000)
+
+    assert {"kmq-error", "not ours"} in headers
+    assert_received {:failed, "reject"}
+    assert Broadway.stop(name) == :ok
+  end
+
+  test "a killed processor: what it had comes again, the rest goes on", %{cluster: cluster} do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ~w(1 2 kill 3 4))
+
+    name =
+      start(options(cluster, topic, max_processing_time: 1_000),
+        processors: [default: [concurrency: 1, max_demand: 1]]
+      )
+
+    all = messages(6)
+    assert for(%{metadata: %{attempt: 2}} = message <- all, do: message.data) == ["kill"]
+    assert Enum.sort(Enum.uniq(Enum.map(all, & &1.data))) == ~w(1 2 3 4 kill)
+    assert Broadway.stop(name) == :ok
+  end
+
+  test "batches: half of one fails, only that comes again", %{cluster: cluster} do
+    topic = queue(cluster, 2)
+    publish(cluster, topic, for(i <- 1..20, do: {"#{i}", partition: rem(i, 2)}))
+
+    name =
+      start(options(cluster, topic),
+        context: %{batch: true},
+        batchers: [default: [concurrency: 1, batch_size: 10, batch_timeout: 100]]
+      )
+
+    all = messages(21)
+    assert for(%{metadata: %{attempt: 2}} = message <- all, do: message.data) == ["7"]
+    assert Broadway.stop(name) == :ok
+  end
+
+  test "rate limiting and several producers", %{cluster: cluster} do
+    topic = queue(cluster, 4)
+    publish(cluster, topic, for(i <- 1..200, do: {"#{i}", partition: rem(i, 4)}))
+    options = options(cluster, topic)
+
+    name =
+      start(options,
+        producer: [
+          module: {OffBroadway.Kmq.Producer, options},
+          concurrency: 2,
+          rate_limiting: [allowed_messages: 100, interval: 200]
+        ]
+      )
+
+    assert messages(200) |> Enum.map(& &1.data) |> Enum.uniq() |> length() == 200
+    assert Broadway.stop(name) == :ok
+    refute_received {:message, _}
+  end
+
+  test "bad options and missing topics raise in start_link", %{cluster: cluster} do
+    assert_raise ArgumentError, "unknown option :leese, did you mean :lease?", fn ->
+      start(options(cluster, "q", leese: 1))
+    end
+  end
+end
