@@ -80,7 +80,8 @@ static void ranges(bool halves)
         record(KMQ_MARKER_END, odd, BATCH / 2, 0, i);
         record(KMQ_MARKER_END, even, BATCH / 2, 0, i);
     }
-    line(halves ? "range markers: START + 2 END of every other offset" : "range markers: START + END", seconds() - t, N);
+    line(halves ? "range markers: START + 2 END of every other offset" : "range markers: START + END", seconds() - t,
+         N);
     kmq_lease_book_free(&book);
 }
 
@@ -157,9 +158,9 @@ static void open_singles(bool scattered)
 {
     begin();
     double t = seconds();
-    for (int64_t i = 0; i < N; i++)
-        one(KMQ_MARKER_START, scattered ? i * 7919 % N * 10 : i, i * 48271 % N, 0);
-    line(scattered ? "10 M singles opened in random order, 10 apart" : "10 M singles opened in order", seconds() - t, N);
+    for (int64_t i = 0; i < N; i++) one(KMQ_MARKER_START, scattered ? i * 7919 % N * 10 : i, i * 48271 % N, 0);
+    line(scattered ? "10 M singles opened in random order, 10 apart" : "10 M singles opened in order", seconds() - t,
+         N);
     memory("    memory");
     expiry("    1 M of them expire", N / 10 - 1);
     kmq_lease_book_free(&book);

@@ -20,10 +20,10 @@ struct text {
 };
 
 struct kmq_lease_slot {
-    uint64_t *bits; /* the words of the page that the span touches; NULL: all of the span is open */
-    struct text *text;     /* NULL: none */
-    uint16_t open;  /* set bits */
-    uint16_t words; /* allocated */
+    uint64_t *bits;    /* the words of the page that the span touches; NULL: all of the span is open */
+    struct text *text; /* NULL: none */
+    uint16_t open;     /* set bits */
+    uint16_t words;    /* allocated */
     uint32_t next_free;
 };
 
@@ -140,26 +140,14 @@ static void slot_free(kmq_lease_book *book, uint32_t extra)
 
 /* ---- leases */
 
-static int64_t page_of(int64_t offset)
-{
-    return offset - offset % PAGE;
-}
+static int64_t page_of(int64_t offset) { return offset - offset % PAGE; }
 
 /* one behind the last offset of a page; the last page of all has one offset less */
-static int64_t page_end(int64_t base)
-{
-    return base > INT64_MAX - PAGE ? INT64_MAX : base + PAGE;
-}
+static int64_t page_end(int64_t base) { return base > INT64_MAX - PAGE ? INT64_MAX : base + PAGE; }
 
-static int64_t end_of(const kmq_lease *lease)
-{
-    return lease->lo + lease->len;
-}
+static int64_t end_of(const kmq_lease *lease) { return lease->lo + lease->len; }
 
-static bool in_flight(const kmq_lease *lease)
-{
-    return (lease->flags & KMQ_LEASE_IN_FLIGHT) != 0;
-}
+static bool in_flight(const kmq_lease *lease) { return (lease->flags & KMQ_LEASE_IN_FLIGHT) != 0; }
 
 static uint64_t *bits_of(const kmq_lease_book *book, const kmq_lease *lease)
 {
@@ -177,15 +165,9 @@ static uint32_t open_of(const kmq_lease_book *book, const kmq_lease *lease)
 }
 
 /* words of the page that the span [lo, hi) touches: first and one behind the last */
-static uint32_t word_lo(int64_t lo)
-{
-    return (uint32_t)(lo % PAGE) / 64;
-}
+static uint32_t word_lo(int64_t lo) { return (uint32_t)(lo % PAGE) / 64; }
 
-static uint32_t word_hi(int64_t hi)
-{
-    return (uint32_t)((hi - 1) % PAGE) / 64 + 1;
-}
+static uint32_t word_hi(int64_t hi) { return (uint32_t)((hi - 1) % PAGE) / 64 + 1; }
 
 /* the bits of [from, to) in word w; from, to: positions in the page */
 static uint64_t word_mask(uint32_t w, uint32_t from, uint32_t to)
@@ -330,8 +312,12 @@ static void replace_terms(kmq_lease_book *book, kmq_lease_path *path, const stru
     kmq_lease *lease = kmq_lease_tree_at(&book->tree, path);
     book->open += (int64_t)lease->len - open_of(book, lease);
     slot_free(book, lease->extra);
-    *lease = (kmq_lease){.lo = lease->lo, .due_ms = change->due_ms, .marker = change->marker, .len = lease->len,
-                         .cause = change->cause, .flags = change->flags};
+    *lease = (kmq_lease){.lo = lease->lo,
+                         .due_ms = change->due_ms,
+                         .marker = change->marker,
+                         .len = lease->len,
+                         .cause = change->cause,
+                         .flags = change->flags};
     kmq_lease_tree_touched(&book->tree, path);
 }
 
@@ -358,8 +344,12 @@ static bool open_plainly(kmq_lease_book *book, const struct part *part, const st
             }
         }
     }
-    kmq_lease lease = {.lo = part->lo, .due_ms = change->due_ms, .marker = change->marker,
-                       .len = (uint16_t)(part->hi - part->lo), .cause = change->cause, .flags = change->flags};
+    kmq_lease lease = {.lo = part->lo,
+                       .due_ms = change->due_ms,
+                       .marker = change->marker,
+                       .len = (uint16_t)(part->hi - part->lo),
+                       .cause = change->cause,
+                       .flags = change->flags};
     kmq_lease_tree_insert(&book->tree, &path, &lease);
     book->open += lease.len;
     return true;
@@ -472,7 +462,8 @@ static bool may_join(const kmq_lease *lease, const struct part *part, int64_t du
            lease->marker == marker;
 }
 
-static bool neighbour_may_join(const kmq_lease_book *book, const kmq_lease_path *path, const struct part *part, int64_t due_ms)
+static bool neighbour_may_join(const kmq_lease_book *book, const kmq_lease_path *path, const struct part *part,
+                               int64_t due_ms)
 {
     int64_t marker = kmq_lease_tree_at(&book->tree, path)->marker;
     kmq_lease_path side = *path;
@@ -567,8 +558,11 @@ static uint16_t owner_add(struct page *page, const struct owner *owner)
 
 static void unpack_lease(const kmq_lease_book *book, struct page *page, const kmq_lease *lease)
 {
-    struct owner owner = {.due_ms = lease->due_ms, .marker = lease->marker, .text = text_of(book, lease),
-                   .cause = lease->cause, .flags = lease->flags};
+    struct owner owner = {.due_ms = lease->due_ms,
+                          .marker = lease->marker,
+                          .text = text_of(book, lease),
+                          .cause = lease->cause,
+                          .flags = lease->flags};
     uint16_t id = owner_add(page, &owner);
     uint32_t from = (uint32_t)(lease->lo - page->base), to = from + lease->len;
     kmq_range run = {.hi = lease->lo};
@@ -715,12 +709,17 @@ static void measure(const kmq_lease_book *book, const struct page *page, struct 
     need->nodes += kmq_lease_tree_nodes_for(&book->tree, leases);
 }
 
-static void pack_lease(kmq_lease_book *book, const struct page *page, uint16_t id, uint32_t from, uint32_t to, uint32_t open)
+static void pack_lease(kmq_lease_book *book, const struct page *page, uint16_t id, uint32_t from, uint32_t to,
+                       uint32_t open)
 {
     kmq_lease_path path;
     const struct owner *owner = &page->owners[id];
-    kmq_lease lease = {.lo = page->base + from, .due_ms = owner->due_ms, .marker = owner->marker,
-                       .len = (uint16_t)(to - from), .cause = owner->cause, .flags = owner->flags};
+    kmq_lease lease = {.lo = page->base + from,
+                       .due_ms = owner->due_ms,
+                       .marker = owner->marker,
+                       .len = (uint16_t)(to - from),
+                       .cause = owner->cause,
+                       .flags = owner->flags};
     if (owner->text != NULL || open < to - from) {
         lease.extra = slot_new(book);
         kmq_lease_slot *slot = &book->slots[lease.extra];
@@ -887,10 +886,7 @@ static int change_set(kmq_lease_book *book, const kmq_marker_set *set, const str
 
 /* ---- markers */
 
-static int64_t add_sat(int64_t a, int64_t b) /* a, b >= 0 */
-{
-    return a > INT64_MAX - b ? INT64_MAX : a + b;
-}
+static int64_t add_sat(int64_t a, int64_t b) /* a, b >= 0 */ { return a > INT64_MAX - b ? INT64_MAX : a + b; }
 
 static bool too_large(const kmq_marker_set *set)
 {
@@ -906,7 +902,8 @@ static bool too_large(const kmq_marker_set *set)
 static int apply_at(kmq_lease_book *book, const kmq_marker *marker, int64_t marker_offset, int64_t now_ms)
 {
     int64_t due_ms = add_sat(now_ms > 0 ? now_ms : 0, marker->time_ms);
-    struct change change = {.marker = marker_offset, .due_ms = due_ms, .cause = KMQ_RETRY_CRASH, .flags = KMQ_FLAG_COUNTS};
+    struct change change = {
+        .marker = marker_offset, .due_ms = due_ms, .cause = KMQ_RETRY_CRASH, .flags = KMQ_FLAG_COUNTS};
     switch (marker->type) {
     case KMQ_MARKER_START: change.deed = OPEN; break;
     case KMQ_MARKER_PARK:
@@ -971,9 +968,12 @@ void kmq_lease_book_free(kmq_lease_book *book)
 static void tell_due(const kmq_lease_book *book, const kmq_lease *lease, int64_t offset, kmq_due *out)
 {
     const struct text *text = text_of(book, lease);
-    *out = (kmq_due){.offset = offset, .due_ms = lease->due_ms, .cause = lease->cause,
+    *out = (kmq_due){.offset = offset,
+                     .due_ms = lease->due_ms,
+                     .cause = lease->cause,
                      .flags = lease->flags & (uint8_t)~KMQ_LEASE_IN_FLIGHT,
-                     .text = text != NULL ? text->bytes : NULL, .text_len = text != NULL ? text->len : 0};
+                     .text = text != NULL ? text->bytes : NULL,
+                     .text_len = text != NULL ? text->len : 0};
 }
 
 /* up to max open offsets of a lease, below a bound */
@@ -1033,30 +1033,18 @@ bool kmq_lease_book_still_due(const kmq_lease_book *book, int64_t offset, int64_
     return lease != NULL && in_flight(lease) && lease->due_ms <= now_ms && lease->due_ms < INT64_MAX;
 }
 
-int64_t kmq_lease_book_log_time(const kmq_lease_book *book)
-{
-    return book->log_time_ms;
-}
+int64_t kmq_lease_book_log_time(const kmq_lease_book *book) { return book->log_time_ms; }
 
-int64_t kmq_lease_book_next_due(const kmq_lease_book *book)
-{
-    return kmq_lease_tree_min_due(&book->tree);
-}
+int64_t kmq_lease_book_next_due(const kmq_lease_book *book) { return kmq_lease_tree_min_due(&book->tree); }
 
 int64_t kmq_lease_book_floor(const kmq_lease_book *book)
 {
     return book->open > 0 ? kmq_lease_tree_min_marker(&book->tree) : -1;
 }
 
-int64_t kmq_lease_book_open(const kmq_lease_book *book)
-{
-    return book->open;
-}
+int64_t kmq_lease_book_open(const kmq_lease_book *book) { return book->open; }
 
-int64_t kmq_lease_book_in_flight(const kmq_lease_book *book)
-{
-    return book->in_flight;
-}
+int64_t kmq_lease_book_in_flight(const kmq_lease_book *book) { return book->in_flight; }
 
 bool kmq_lease_book_has(const kmq_lease_book *book, int64_t offset, kmq_due *out)
 {
@@ -1172,8 +1160,11 @@ int kmq_lease_book_load(kmq_lease_book *book, const kmq_marker *checkpoint_part)
     if (checkpoint_part->type != KMQ_MARKER_CHECKPOINT) return KMQ_EINVAL;
     kmq_marker_entries_begin(checkpoint_part, &cursor);
     while (kmq_marker_entries_next(&cursor, &entry)) {
-        struct change change = {.deed = OPEN, .due_ms = entry.due_ms, .marker = checkpoint_part->as_of, .cause = entry.cause,
-                         .flags = entry.flags};
+        struct change change = {.deed = OPEN,
+                                .due_ms = entry.due_ms,
+                                .marker = checkpoint_part->as_of,
+                                .cause = entry.cause,
+                                .flags = entry.flags};
         int rc = too_large(&entry.set) ? KMQ_EINVAL : change_set(book, &entry.set, &change);
         if (rc < 0) return rc;
     }
@@ -1183,10 +1174,7 @@ int kmq_lease_book_load(kmq_lease_book *book, const kmq_marker *checkpoint_part)
 
 /* ---- the whole */
 
-size_t kmq_lease_book_bytes(const kmq_lease_book *book)
-{
-    return book->bytes + book->tree.bytes;
-}
+size_t kmq_lease_book_bytes(const kmq_lease_book *book) { return book->bytes + book->tree.bytes; }
 
 static void check_lease(const kmq_lease_book *book, const kmq_lease *lease)
 {

@@ -11,16 +11,13 @@ struct kmq_lease_node {
 };
 
 enum {
-    LEAF_STEP = 8,        /* leaves grow by this */
-    LEAF_SLACK = 16,      /* and shrink when more than this is free */
-    MERGE_BELOW = 8,      /* a node with fewer entries looks for a neighbour to join */
-    MERGE_INTO = 48       /* if they have no more than this together: far from the next split */
+    LEAF_STEP = 8,   /* leaves grow by this */
+    LEAF_SLACK = 16, /* and shrink when more than this is free */
+    MERGE_BELOW = 8, /* a node with fewer entries looks for a neighbour to join */
+    MERGE_INTO = 48  /* if they have no more than this together: far from the next split */
 };
 
-static size_t node_bytes(size_t cap)
-{
-    return sizeof(kmq_lease_node) + cap * sizeof(kmq_lease);
-}
+static size_t node_bytes(size_t cap) { return sizeof(kmq_lease_node) + cap * sizeof(kmq_lease); }
 
 /* ---- nodes */
 
@@ -151,10 +148,7 @@ static void widen_up(const kmq_lease_path *path, int level, const kmq_lease *by)
     }
 }
 
-void kmq_lease_tree_touched(kmq_lease_tree *tree, const kmq_lease_path *path)
-{
-    pull_up(path, tree->height - 1);
-}
+void kmq_lease_tree_touched(kmq_lease_tree *tree, const kmq_lease_path *path) { pull_up(path, tree->height - 1); }
 
 void kmq_lease_tree_moved(kmq_lease_tree *tree, const kmq_lease_path *path)
 {
@@ -321,8 +315,7 @@ static kmq_lease_node *split(kmq_lease_tree *tree, kmq_lease_path *path, int lev
     bool edge = i == left->n;
     for (int up = level - 1; up >= 0; up--) edge = edge && path->at[up].i + 1u == path->at[up].node->n;
     uint32_t keep = edge ? left->n : left->n / 2u;
-    kmq_lease_node *right =
-        node_new(tree, left->leaf ? leaf_cap(left->n - keep + 1u) : KMQ_LEASE_NODE_MAX, left->leaf);
+    kmq_lease_node *right = node_new(tree, left->leaf ? leaf_cap(left->n - keep + 1u) : KMQ_LEASE_NODE_MAX, left->leaf);
     memcpy(right->e, &left->e[keep], (left->n - keep) * sizeof *left->e);
     right->n = (uint16_t)(left->n - keep);
     left->n = (uint16_t)keep;
@@ -440,10 +433,7 @@ void kmq_lease_tree_remove(kmq_lease_tree *tree, kmq_lease_path *path)
 
 /* ---- whole trees */
 
-void kmq_lease_tree_init(kmq_lease_tree *tree, const kmq_alloc *alloc)
-{
-    *tree = (kmq_lease_tree){.alloc = *alloc};
-}
+void kmq_lease_tree_init(kmq_lease_tree *tree, const kmq_alloc *alloc) { *tree = (kmq_lease_tree){.alloc = *alloc}; }
 
 void kmq_lease_tree_free(kmq_lease_tree *tree)
 {

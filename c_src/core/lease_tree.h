@@ -28,8 +28,8 @@
 #include "kmq.h"
 
 enum {
-    KMQ_LEASE_NODE_MAX = 64, /* entries */
-    KMQ_LEASE_LEVELS = 14,   /* nodes split in halves: 32^13 leases are more than there are offsets */
+    KMQ_LEASE_NODE_MAX = 64,   /* entries */
+    KMQ_LEASE_LEVELS = 14,     /* nodes split in halves: 32^13 leases are more than there are offsets */
     KMQ_LEASE_IN_FLIGHT = 0x80 /* in kmq_lease.flags, beside KMQ_FLAG_... */
 };
 

@@ -193,10 +193,7 @@ static bool read_tlvs(kmq_wire_reader *reader, kmq_marker_tlv *tlv)
     return true;
 }
 
-static bool entry_cause_ok(uint8_t cause)
-{
-    return cause <= KMQ_RETRY_REJECTED || cause == KMQ_RETRY_CRASH;
-}
+static bool entry_cause_ok(uint8_t cause) { return cause <= KMQ_RETRY_REJECTED || cause == KMQ_RETRY_CRASH; }
 
 static bool read_entry(kmq_wire_reader *reader, kmq_checkpoint_entry *entry)
 {
@@ -485,15 +482,9 @@ static bool write_tlv_uvar(kmq_wire_writer *writer, uint64_t tag, uint64_t v)
            kmq_wire_write_uvar(writer, v);
 }
 
-static size_t tlv_uvar_bytes(int64_t v)
-{
-    return 2 + kmq_wire_uvar_bytes((uint64_t)v);
-}
+static size_t tlv_uvar_bytes(int64_t v) { return 2 + kmq_wire_uvar_bytes((uint64_t)v); }
 
-static size_t tlv_text_bytes(size_t len)
-{
-    return 1 + kmq_wire_uvar_bytes(len) + len;
-}
+static size_t tlv_text_bytes(size_t len) { return 1 + kmq_wire_uvar_bytes(len) + len; }
 
 static bool tlvs_ok(const kmq_marker_tlv *tlv)
 {
@@ -547,10 +538,7 @@ static bool write_tail(kmq_wire_writer *writer, kmq_marker_type type, int64_t ti
     return type != KMQ_MARKER_RETRY || kmq_wire_write_u8(writer, flags);
 }
 
-static size_t clamp_cap(size_t cap)
-{
-    return cap < KMQ_MARKER_MAX_BYTES ? cap : KMQ_MARKER_MAX_BYTES;
-}
+static size_t clamp_cap(size_t cap) { return cap < KMQ_MARKER_MAX_BYTES ? cap : KMQ_MARKER_MAX_BYTES; }
 
 int kmq_marker_encode(uint8_t *buf, size_t cap, const kmq_marker_scope *scope, kmq_marker_type type,
                       const kmq_range *ranges, size_t n_ranges, int64_t time_ms, uint8_t cause, uint8_t flags,

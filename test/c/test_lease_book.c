@@ -33,8 +33,8 @@ static kmq_marker marker_of(kmq_marker_type type, const kmq_range *runs, size_t 
 
 static void feed(kmq_lease_book *book, kmq_marker_type type, int64_t lo, int64_t hi, int64_t ms, int64_t mo, int64_t ts)
 {
-    kmq_marker marker = marker_of(type, &(kmq_range){lo, hi}, 1, ms, 0, type == KMQ_MARKER_RETRY ? KMQ_FLAG_COUNTS : 0,
-                                  NULL);
+    kmq_marker marker =
+        marker_of(type, &(kmq_range){lo, hi}, 1, ms, 0, type == KMQ_MARKER_RETRY ? KMQ_FLAG_COUNTS : 0, NULL);
     assert_int_equal(kmq_lease_book_apply(book, &marker, mo, ts), KMQ_OK);
     kmq_lease_book_check(book);
 }
@@ -48,10 +48,7 @@ static void S(int64_t mo, int64_t key, int64_t after, int64_t ts)
     feed(&trace, KMQ_MARKER_START, key, key + 1, after, mo, ts);
 }
 
-static void E(int64_t mo, int64_t key)
-{
-    feed(&trace, KMQ_MARKER_END, key, key + 1, 0, mo, 0);
-}
+static void E(int64_t mo, int64_t key) { feed(&trace, KMQ_MARKER_END, key, key + 1, 0, mo, 0); }
 
 static void R(int64_t now, size_t n, const int64_t *keys)
 {
@@ -226,7 +223,9 @@ static void test_no_residue(void **state)
     (void)kmq_lease_book_init(&book, &alloc);
     size_t before = 0;
     for (int64_t i = 0; i < 100000; i++) {
-        kmq_marker marker = {.type = i % 3 == 0 ? KMQ_MARKER_END : i % 3 == 1 ? KMQ_MARKER_RETRY : KMQ_MARKER_EXTEND,
+        kmq_marker marker = {.type = i % 3 == 0   ? KMQ_MARKER_END
+                                     : i % 3 == 1 ? KMQ_MARKER_RETRY
+                                                  : KMQ_MARKER_EXTEND,
                              .set = {.single = i * 77}};
         assert_int_equal(kmq_lease_book_apply(&book, &marker, i, i), KMQ_OK);
         if (i == 10) before = count.bytes;
@@ -254,13 +253,10 @@ struct naive {
     struct cell cells[CELLS];
 };
 
-static int64_t plus(int64_t a, int64_t b)
-{
-    return a > INT64_MAX - b ? INT64_MAX : a + b;
-}
+static int64_t plus(int64_t a, int64_t b) { return a > INT64_MAX - b ? INT64_MAX : a + b; }
 
-static void naive_apply(struct naive *naive, kmq_marker_type type, const kmq_range *runs, size_t n, int64_t ms, uint8_t cause,
-                        uint8_t flags, int text, int64_t mo, int64_t ts)
+static void naive_apply(struct naive *naive, kmq_marker_type type, const kmq_range *runs, size_t n, int64_t ms,
+                        uint8_t cause, uint8_t flags, int text, int64_t mo, int64_t ts)
 {
     if (ts > naive->log_time_ms) naive->log_time_ms = ts;
     int64_t due_ms = plus(naive->log_time_ms, ms);
@@ -379,8 +375,8 @@ struct op {
 
 static void random_op(kmq_rng *rng, int64_t base, int64_t span, int64_t *clock, struct op *op)
 {
-    static const kmq_marker_type types[] = {KMQ_MARKER_START, KMQ_MARKER_START,  KMQ_MARKER_START, KMQ_MARKER_END,
-                                            KMQ_MARKER_END,   KMQ_MARKER_END,    KMQ_MARKER_EXTEND, KMQ_MARKER_RETRY,
+    static const kmq_marker_type types[] = {KMQ_MARKER_START, KMQ_MARKER_START, KMQ_MARKER_START,  KMQ_MARKER_END,
+                                            KMQ_MARKER_END,   KMQ_MARKER_END,   KMQ_MARKER_EXTEND, KMQ_MARKER_RETRY,
                                             KMQ_MARKER_RETRY, KMQ_MARKER_PARK};
     *clock += (int64_t)kmq_rng_below(rng, 4);
     op->type = types[kmq_rng_below(rng, sizeof types / sizeof types[0])];
@@ -489,7 +485,8 @@ static void test_singles(void **state)
         for (int64_t i = 0; i < kmq_test_scale(30000); i++) {
             int64_t at = (int64_t)kmq_rng_below(&rng, N);
             bool end = kmq_rng_below(&rng, 4) < 1 + closing;
-            kmq_marker marker = {.type = end ? KMQ_MARKER_END : KMQ_MARKER_START, .set = {.single = at * 7},
+            kmq_marker marker = {.type = end ? KMQ_MARKER_END : KMQ_MARKER_START,
+                                 .set = {.single = at * 7},
                                  .time_ms = (int64_t)kmq_rng_below(&rng, 1000)};
             assert_int_equal(kmq_lease_book_apply(&book, &marker, mo++, 0), KMQ_OK);
             open += (end ? 0 : 1) - (due[at] >= 0 ? 1 : 0);
@@ -564,8 +561,8 @@ static void walk_digest(const kmq_lease_book *book, uint64_t *digest)
     while (kmq_lease_book_next(book, &cursor, &run, NULL, NULL, NULL)) {
         for (int64_t o = run.lo; o < run.hi; o++) {
             assert_true(kmq_lease_book_has(book, o, &due));
-            uint64_t parts[] = {(uint64_t)o, (uint64_t)due.due_ms, due.cause, due.flags, due.text_len,
-                                kmq_lease_book_still_due(book, o, INT64_MAX)};
+            uint64_t parts[] = {(uint64_t)o, (uint64_t)due.due_ms, due.cause,
+                                due.flags,   due.text_len,         kmq_lease_book_still_due(book, o, INT64_MAX)};
             for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
                 *digest = (*digest ^ parts[i]) * 0x100000001b3u + (*digest >> 29);
         }
@@ -699,9 +696,9 @@ static void copy_book(const kmq_lease_book *book, int64_t as_of, kmq_lease_book 
     assert_int_equal(kmq_lease_book_checkpoint(book, keep_part, &parts), KMQ_OK);
     if (parts.n == 0) assert_int_equal(kmq_lease_book_open(book), 0);
     for (size_t i = 0; i < parts.n; i++) {
-        int len = kmq_marker_encode_checkpoint(record, sizeof record, &scope, as_of, (uint32_t)i, (uint32_t)parts.n,
-                                               kmq_lease_book_log_time(book), parts.part[i].entries,
-                                               parts.part[i].bytes);
+        int len =
+            kmq_marker_encode_checkpoint(record, sizeof record, &scope, as_of, (uint32_t)i, (uint32_t)parts.n,
+                                         kmq_lease_book_log_time(book), parts.part[i].entries, parts.part[i].bytes);
         assert_true(len > 0);
         kmq_marker_encode_key(key, 3, -1);
         assert_int_equal(kmq_marker_decode(&scope, 3, key, sizeof key, record, (size_t)len, NULL, 0, &marker),
@@ -910,11 +907,12 @@ static void test_memory(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_traces),          cmocka_unit_test(test_rules),      cmocka_unit_test(test_no_residue),
-        cmocka_unit_test(test_model),           cmocka_unit_test(test_singles),    cmocka_unit_test(test_merge),
-        cmocka_unit_test(test_no_memory),       cmocka_unit_test(test_no_memory_take),
-        cmocka_unit_test(test_checkpoint),      cmocka_unit_test(test_checkpoint_parts),
-        cmocka_unit_test(test_reference),       cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_traces),     cmocka_unit_test(test_rules),
+        cmocka_unit_test(test_no_residue), cmocka_unit_test(test_model),
+        cmocka_unit_test(test_singles),    cmocka_unit_test(test_merge),
+        cmocka_unit_test(test_no_memory),  cmocka_unit_test(test_no_memory_take),
+        cmocka_unit_test(test_checkpoint), cmocka_unit_test(test_checkpoint_parts),
+        cmocka_unit_test(test_reference),  cmocka_unit_test(test_memory),
     };
     kmq_marker_scope_init(&scope, "orders", 6, "workers", 7);
     return cmocka_run_group_tests(tests, NULL, NULL);
