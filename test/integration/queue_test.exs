@@ -1,0 +1,5 @@
+defmodule Kmq.Integration.QueueTest do
+  use Kmq.Test.ClusterCase, on: :kafka
+
+  run_bodies(Kmq.Test.Bodies.Queue)
+end

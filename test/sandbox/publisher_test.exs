@@ -1,0 +1,61 @@
+defmodule Kmq.Sandbox.PublisherTest do
+  use Kmq.Test.ClusterCase, on: :sandbox
+
+  alias Kmq.{Error, Publisher}
+
+  run_bodies(Kmq.Test.Bodies.Publisher)
+
+  test "nobody answers: an error that says so, in bounded time" do
+    # A port that nobody listens on.
+    {:ok, publisher} = Publisher.start_link(hosts: "127.0.0.1:1", delivery_timeout: 1_000)
+    {us, result} = :timer.tc(fn -> Publisher.publish(publisher, "orders", "v") end)
+    assert {:error, %Error{} = error} = result
+    assert error.reason in [:transport, :timed_out, :all_brokers_down, :unreachable]
+    assert us < 20_000_000
+    Publisher.close(publisher)
+  end
+
+  test "the broker goes away: what is queued is reported as failed, what finds no room says so" do
+    sandbox = start_supervised!(Kmq.Sandbox, id: :mortal)
+    cluster = %{kind: :sandbox, hosts: Kmq.Sandbox.bootstrap(sandbox)}
+    topic = queue(cluster, 1)
+    # librdkafka looks at timeouts when it tries to connect again: by default up to 10 s apart.
+    soon = [common: ["reconnect.backoff.max.ms": 300]]
+
+    options = [
+      hosts: cluster.hosts,
+      delivery_timeout: 1_500,
+      queue_messages: 10,
+      kafka_config: soon
+    ]
+
+    {:ok, publisher} = Publisher.start_link(options)
+    assert {:ok, _} = Publisher.publish(publisher, topic, "v")
+    :ok = Kmq.Sandbox.inject(sandbox, {:broker_down, 1})
+
+    for i <- 1..10, do: assert(Publisher.publish_async(publisher, topic, "#{i}") == :ok)
+
+    {us, full} =
+      :timer.tc(fn -> Publisher.publish_async(publisher, topic, "11", timeout: 200) end)
+
+    assert {:error, %Error{reason: :queue_full, retriable?: true}} = full
+    assert us in 200_000..5_000_000
+
+    assert {:error, %Error{reason: :queue_full}} =
+             Publisher.publish(publisher, topic, "12", timeout: 200)
+
+    assert {:error, %Error{reason: :kafka} = error} = Publisher.flush(publisher, 20_000)
+    assert error.message =~ "10 messages were not published"
+    assert {:error, %Error{reason: :msg_timed_out}} = Publisher.publish(publisher, topic, "13")
+
+    # It is there again, and so is the publisher.
+    :ok = Kmq.Sandbox.inject(sandbox, {:broker_up, 1})
+
+    assert eventually(
+             fn -> match?({:ok, _}, Publisher.publish(publisher, topic, "14")) end,
+             10_000
+           )
+
+    assert Publisher.close(publisher) == :ok
+  end
+end
