@@ -27,6 +27,7 @@ ExUnit.start(
   seed: seed,
   exclude: for({tag, {:missing, _}} <- needs, do: tag),
   timeout: scaled(120_000),
+  capture_log: true,
   assert_receive_timeout: scaled(2_000)
 )
 
