@@ -40,7 +40,6 @@ defmodule Kmq.Telemetry do
       end, nil)
   """
 
-  @compile {:no_warn_undefined, :telemetry}
   @key {__MODULE__, :backend}
 
   @doc false

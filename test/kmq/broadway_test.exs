@@ -6,6 +6,12 @@ defmodule Kmq.BroadwayTest do
   @moduletag timeout: 60_000
   @compile {:no_warn_undefined, [Broadway, Broadway.Message]}
 
+  # Brought by ERL_LIBS it is no dependency of the project, and nobody has started it.
+  setup_all do
+    {:ok, _} = Application.ensure_all_started(:broadway)
+    :ok
+  end
+
   defmodule Pipeline do
     @compile {:no_warn_undefined, Broadway.Message}
 
@@ -175,9 +181,15 @@ defmodule Kmq.BroadwayTest do
     refute_received {:message, _}
   end
 
-  test "bad options and missing topics raise in start_link", %{cluster: cluster} do
-    assert_raise ArgumentError, "unknown option :leese, did you mean :lease?", fn ->
-      start(options(cluster, "q", leese: 1))
-    end
+  test "bad options are start_link's error", %{cluster: cluster} do
+    Process.flag(:trap_exit, true)
+    producer = {OffBroadway.Kmq.Producer, options(cluster, "q", leese: 1)}
+
+    assert {:error, {%ArgumentError{message: "unknown option :leese, did you mean :lease?"}, _}} =
+             Broadway.start_link(Pipeline,
+               name: :broadway_bad,
+               producer: [module: producer],
+               processors: [default: []]
+             )
   end
 end

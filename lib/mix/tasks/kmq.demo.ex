@@ -24,8 +24,6 @@ defmodule Mix.Tasks.Kmq.Demo do
 
   alias Kmq.{Consumer, Publisher, Sandbox, StageHost, Topics}
 
-  @compile {:no_warn_undefined, Broadway}
-
   @partitions 8
   @group "demo"
   @poison 5
@@ -165,11 +163,13 @@ defmodule Mix.Tasks.Kmq.Demo do
        max_redeliveries: 5,
        backoff: {:linear, min: @retry_ms, max: @retry_ms, step: 0, jitter: 0}}
 
-    if Code.ensure_loaded?(Broadway) do
+    if Code.ensure_loaded?(broadway()) do
       IO.puts("driven by Broadway, #{workers} processors")
 
+      {:ok, _} = Application.ensure_all_started(:broadway)
+
       {:ok, _pid} =
-        Broadway.start_link(__MODULE__,
+        broadway().start_link(__MODULE__,
           name: __MODULE__,
           context: table,
           max_restarts: 1_000,
@@ -194,8 +194,11 @@ defmodule Mix.Tasks.Kmq.Demo do
     end
   end
 
-  defp stop_pipeline(:broadway), do: Broadway.stop(__MODULE__)
+  defp stop_pipeline(:broadway), do: broadway().stop(__MODULE__)
   defp stop_pipeline(host), do: StageHost.stop(host)
+
+  # Known at run time only: Kmq compiles without it.
+  defp broadway, do: Broadway
 
   @doc false
   # Broadway's callback, and the stage host's handler.

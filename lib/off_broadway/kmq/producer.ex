@@ -92,8 +92,6 @@ defmodule OffBroadway.Kmq.Producer do
   alias Kmq.{Config, Error, Handle, Message, Topics}
   alias OffBroadway.Kmq.Acknowledger
 
-  @compile {:no_warn_undefined, Broadway.Message}
-
   @reopen_ms 1_000
   # Broadway kills what is not down in :shutdown; the handle's end must be reported before.
   @margin_ms 1_000
