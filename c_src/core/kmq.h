@@ -47,7 +47,7 @@ typedef enum kmq_end_cause {
     KMQ_END_CAUSES = 6
 } kmq_end_cause;
 
-/* RETRY's cause. KMQ_RETRY_CRASH never stands in a record: it is what a lapsed lease (START, EXTEND) is due for. */
+/* RETRY's cause. KMQ_RETRY_CRASH stands in no RETRY: it is what a lapsed lease (START, EXTEND) is due for. */
 typedef enum kmq_retry_cause {
     KMQ_RETRY_FAILED = 0,
     KMQ_RETRY_TIMEOUT = 1,
