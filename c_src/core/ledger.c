@@ -464,10 +464,14 @@ static int settle_run(kmq_ledger *ledger, int64_t lo, int64_t hi, kmq_end_cause 
 int kmq_ledger_settle_many(kmq_ledger *ledger, const int64_t *offsets, size_t n, kmq_end_cause cause, int8_t *results)
 {
     for (size_t i = 0, k; i < n; i += k) {
+        int64_t lo = offsets[i];
+        int rc;
         k = open_run(ledger, offsets + i, n - i);
-        int rc = k > 1 ? settle_run(ledger, offsets[i], offsets[i] + (int64_t)k, cause)
-                       : kmq_ledger_settle(ledger, offsets[i], cause);
-        if (results != NULL) memset(results + i, rc, k);
+        if (k > 1)
+            rc = settle_run(ledger, lo, lo + (int64_t)k, cause);
+        else
+            rc = kmq_ledger_settle(ledger, lo, cause);
+        for (size_t r = i; r < i + k && results != NULL; r++) results[r] = (int8_t)rc;
     }
     return KMQ_OK;
 }

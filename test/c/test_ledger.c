@@ -66,6 +66,7 @@ static void compare(const kmq_ledger *ledger, const model *m)
         if (is_waiting(it)) {
             if (it->state != READY) all_ready = false;
             if (all_ready) ready++;
+            assert_int_equal(kmq_ledger_waiting_offset(ledger, waiting), it->offset);
             waiting++;
         }
         if (it->state == OPEN) {
@@ -80,6 +81,7 @@ static void compare(const kmq_ledger *ledger, const model *m)
     if (floor > m->position) floor = m->position;
     if (m->delivery != KMQ_DELIVERY_MARKERS) next_timeout = INT64_MAX;
     kmq_ledger_check(ledger);
+    assert_int_equal(kmq_ledger_waiting_offset(ledger, waiting), m->position);
     assert_int_equal(kmq_ledger_ready(ledger), ready);
     assert_int_equal(kmq_ledger_waiting(ledger), waiting);
     assert_int_equal(kmq_ledger_open(ledger), open);
@@ -669,14 +671,30 @@ static void test_full_chunks(void **state)
         left -= some;
     }
     for (int64_t i = 0; i < N; i++) offsets[i] = 100 + i;
-    shuffle(&rng, offsets, N);
-    for (int64_t i = 0; i < N; i++) {
+    /* a run of acks over the border of two full chunks, out of memory at each step of the way */
+    enum { RUN = 50, AT = 2 * 65536 - 100 - RUN / 2 };
+    int8_t results[RUN];
+    for (fail.fail_at = 1;; fail.fail_at++) {
+        fail.calls = 0;
+        assert_int_equal(kmq_ledger_settle_many(&ledger, offsets + AT, RUN, KMQ_END_ACK, results), KMQ_OK);
+        for (size_t i = 1; i < RUN; i++) assert_int_equal(results[i], results[0]);
+        if (results[0] == KMQ_OK) break;
+        assert_int_equal(kmq_ledger_open(&ledger), N);
+        assert_int_equal(kmq_ledger_ends(&ledger), 0);
+        kmq_ledger_check(&ledger);
+    }
+    assert_true(fail.fail_at > 4);
+    fail.fail_at = 0;
+    assert_int_equal(kmq_ledger_open(&ledger), N - RUN);
+    memmove(offsets + AT, offsets + AT + RUN, (N - AT - RUN) * sizeof *offsets);
+    shuffle(&rng, offsets, N - RUN);
+    for (int64_t i = 0; i < N - RUN; i++) {
         fail.calls = 0;
         for (fail.fail_at = 1; kmq_ledger_settle(&ledger, offsets[i], KMQ_END_ACK) != KMQ_OK;
              fail.fail_at++, fail.calls = 0) {
             failed++;
-            assert_int_equal(kmq_ledger_open(&ledger), N - i);
-            assert_int_equal(kmq_ledger_ends(&ledger), i);
+            assert_int_equal(kmq_ledger_open(&ledger), N - RUN - i);
+            assert_int_equal(kmq_ledger_ends(&ledger), RUN + i);
             kmq_ledger_check(&ledger);
         }
         fail.fail_at = 0;
