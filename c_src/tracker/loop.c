@@ -415,9 +415,12 @@ static bool consumer_open(tracker *t, kafka_error *err)
 {
     kafka_property ours[] = {{"session.timeout.ms", "6000"}, {"heartbeat.interval.ms", "1500"}, {"partition.assignment.strategy", "roundrobin"},
                              {"queued.min.messages", "50000"}, {"queued.max.messages.kbytes", "8192"}, {"socket.nagle.disable", "true"},
-                             {"fetch.error.backoff.ms", "100"}, {NULL, NULL}, {NULL, NULL}};
+                             {"fetch.error.backoff.ms", "100"}, {NULL, NULL}, {NULL, NULL}, {NULL, NULL}};
     size_t n = 7, n_topics = t->config.n_queues;
-    if (t->sandbox) ours[n++] = (kafka_property){"fetch.wait.max.ms", "10"}; /* a mock broker sleeps it out, whatever comes */
+    if (t->sandbox) { /* a mock broker sleeps the wait out, whatever comes, and each rebalance takes a session */
+        ours[n++] = (kafka_property){"fetch.wait.max.ms", "10"};
+        ours[n++] = (kafka_property){"session.timeout.ms", "3000"};
+    }
     if (kafka_version_number() >= 0x02020000) ours[n++] = (kafka_property){"fetch.queue.backoff.ms", "10"};
     kafka_property *props = tracker_alloc((n + t->config.n_props + 2) * sizeof *props);
     const char **topics = tracker_alloc(n_topics * sizeof *topics);
@@ -732,7 +735,7 @@ static void consumer_events(tracker *t)
             break;
         case KAFKA_EVENT_LOG: tracker_log_event(t, event.level, event.text); break;
         case KAFKA_EVENT_TOKEN:
-            tracker_alarm(t, &t->alarm_ms[ALARM_KAFKA], "oauthbearer", NULL, -1, "the tracker needs a way to get tokens by itself");
+            tracker_alarm(t, &t->alarm_ms[ALARM_TOKEN], "oauthbearer", NULL, -1, "the tracker needs a way to get tokens by itself");
             break;
         case KAFKA_EVENT_STATS:
         case KAFKA_EVENT_NONE: break;

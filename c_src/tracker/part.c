@@ -129,8 +129,13 @@ static bool read_record(tracker *t, tracker_part *part, const kafka_record *reco
         bool own = part->barrier == BARRIER_SENT && marker.type == KMQ_MARKER_CLOCK && marker.tlv.has_instance && marker.tlv.instance == part->clock_id;
         int64_t time_ms = tracker_clock_feed(&part->clock, record->timestamp_ms, t->now_ms, own ? part->clock_sent_ms : TRACKER_NOT_OURS);
         if (marker.type == KMQ_MARKER_PARK) marker.time_ms = tracker_clock_shifted(&part->clock, marker.time_ms);
-        if (kmq_lease_book_apply(&part->book, &marker, record->offset, time_ms) == KMQ_ENOMEM) tracker_no_memory();
-        part->n_read++;
+        switch (kmq_lease_book_apply(&part->book, &marker, record->offset, time_ms)) {
+        case KMQ_OK: part->n_read++; break;
+        case KMQ_ENOMEM: tracker_no_memory();
+        default: /* a START of more offsets than any batch has */
+            part->n_malformed++;
+            part->odd_offset = record->offset;
+        }
         part->position = record->offset + 1;
         if (own) barrier_passed(t, part);
         break;

@@ -45,7 +45,7 @@ enum {
     TRACKER_BATCH_BYTES = 8 << 20,   /* of payload kept per read */
     TRACKER_PART_ACTIVE = 4000,      /* offsets of one partition being read or copied */
     TRACKER_ACTIVE = 32000,          /* the same, of all */
-    TRACKER_ACTIVE_BYTES = 96 << 20, /* payloads not yet given to the producer */
+    TRACKER_ACTIVE_BYTES = 96 << 20, /* of payloads read and not yet given to the producer */
     TRACKER_READS = 8,               /* reads of Q given to the helper threads */
     TRACKER_FRESH_MS = 500,          /* how long a barrier's proof holds */
     TRACKER_PAUSE_MS = 2000,         /* a copy that failed is tried again after */
@@ -199,6 +199,11 @@ struct tracker_item {
     tracker_fate fate;
 };
 
+/* Alarms that are about no part and no target; each is told at most every TRACKER_ALARM_MS. */
+typedef enum tracker_alarm_kind {
+    ALARM_TOKEN, ALARM_CHECK, ALARM_PRODUCER, ALARM_COMMIT, ALARM_ASSIGN, ALARM_READ, ALARM_ASK, ALARM_KINDS
+} tracker_alarm_kind;
+
 typedef enum tracker_mode {
     MODE_IDLE,     /* not configured */
     MODE_CHECKING, /* do the topics exist */
@@ -253,7 +258,7 @@ struct tracker {
 
     helper_pool asks, reads;
     bool asking_commits;
-    int64_t alarm_ms[8];
+    int64_t alarm_ms[ALARM_KINDS];
     int64_t n_redelivered, n_dead_lettered, n_gone;
 };
 
@@ -267,9 +272,6 @@ void tracker_event_send(tracker *t); /* what was written into t->scratch */
 /* Begins an event about a part: topic, partition, and more_pairs to follow. */
 void tracker_part_event(tracker *t, const char *name, const tracker_part *part, int more_pairs);
 void tracker_part_lost(tracker *t, tracker_part *part); /* its position is not in the log any more: begins afresh */
-typedef enum tracker_alarm_kind {
-    ALARM_KAFKA, ALARM_CHECK, ALARM_PRODUCER, ALARM_COMMIT, ALARM_ASSIGN, ALARM_READ, ALARM_TARGET, ALARM_ASK
-} tracker_alarm_kind;
 /* {event, alarm, #{reason, topic, partition, text}}; at most every TRACKER_ALARM_MS per last_ms. */
 void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char *topic, int32_t partition, const char *format, ...)
     __attribute__((format(printf, 6, 7)));
