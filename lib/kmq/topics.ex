@@ -68,7 +68,7 @@ defmodule Kmq.Topics do
 
         :error ->
           with_admin(props, bootstrap, fn admin, deadline ->
-            native(
+            result =
               :kmq_nif.admin_create_topic(
                 admin,
                 topic,
@@ -76,9 +76,10 @@ defmodule Kmq.Topics do
                 replication,
                 config,
                 left(deadline)
-              ),
-              "creating #{inspect(topic)}"
-            )
+              )
+
+            with :ok <- native(result, "creating #{inspect(topic)}"),
+                 do: await_partitions(admin, topic, partitions, deadline)
           end)
       end
     end
@@ -269,8 +270,8 @@ defmodule Kmq.Topics do
 
       case native(result, "creating #{inspect(name)}") do
         # Someone else was faster.
-        {:error, %Error{reason: :topic_already_exists}} -> {:ok, :present}
-        :ok -> {:ok, :present}
+        {:error, %Error{reason: :topic_already_exists}} -> present(run, name, n)
+        :ok -> present(run, name, n)
         error -> error
       end
     end
@@ -284,10 +285,39 @@ defmodule Kmq.Topics do
     case run.kind do
       :kafka ->
         result = :kmq_nif.admin_create_partitions(run.admin, name, n, left(run.deadline))
-        with :ok <- native(result, "growing #{inspect(name)}"), do: {:ok, :present}
+        with :ok <- native(result, "growing #{inspect(name)}"), do: present(run, name, n)
 
       _mock ->
         {:error, too_few(:marker_topic, name, few, topic, n)}
+    end
+  end
+
+  defp present(run, name, n) do
+    with :ok <- await_partitions(run.admin, name, n, run.deadline), do: {:ok, :present}
+  end
+
+  # The controller makes a topic, the brokers hear of it a moment later: until then it is missing for whoever asks them.
+  defp await_partitions(admin, topic, n, deadline) do
+    case ask_partitions(admin, topic, deadline) do
+      {:ok, {found, _replication}} when found >= n -> :ok
+      {:error, %Error{retriable?: false} = error} -> {:error, error}
+      _not_yet -> await_later(admin, topic, n, deadline)
+    end
+  end
+
+  @again_ms 20
+
+  defp await_later(admin, topic, n, deadline) do
+    if left(deadline) > @again_ms do
+      receive do
+      after
+        @again_ms -> await_partitions(admin, topic, n, deadline)
+      end
+    else
+      {:error,
+       Error.new(:timeout, "#{inspect(topic)} was made, but no broker knows it yet",
+         retriable?: true
+       )}
     end
   end
 
