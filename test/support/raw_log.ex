@@ -60,7 +60,24 @@ defmodule Kmq.Test.RawLog do
     end
   end
 
-  defp fetch(socket, topic, partition, from) do
+  # The leader of a new partition is not there at once.
+  @not_yet [3, 5, 6]
+
+  defp fetch(socket, topic, partition, from, tries \\ 100) do
+    case ask(socket, topic, partition, from) do
+      {:error, error} when error in @not_yet and tries > 0 ->
+        Process.sleep(20)
+        fetch(socket, topic, partition, from, tries - 1)
+
+      {:error, error} ->
+        raise "fetch of #{topic}-#{partition} at #{from}: Kafka's error #{error}"
+
+      answer ->
+        answer
+    end
+  end
+
+  defp ask(socket, topic, partition, from) do
     request = [
       <<@fetch::16, 4::16, 1::32, string("kmq-test")::binary>>,
       <<-1::32, 100::32, 0::32, @max_bytes::32, 0::8>>,
@@ -74,12 +91,9 @@ defmodule Kmq.Test.RawLog do
     <<1::32, ^partition::32, error::16, stop::signed-64, _stable::64, aborted::signed-32,
       answer::binary>> = answer
 
-    if error != 0,
-      do: raise("fetch of #{topic}-#{partition} at #{from}: Kafka's error #{error}")
-
     skipped = max(aborted, 0) * 16
     <<_aborted::binary-size(skipped), bytes::signed-32, records::binary>> = answer
-    {stop, binary_part(records, 0, max(bytes, 0))}
+    if error == 0, do: {stop, binary_part(records, 0, max(bytes, 0))}, else: {:error, error}
   end
 
   # The last batch of an answer may be cut.
