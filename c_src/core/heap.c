@@ -101,10 +101,7 @@ int kmq_heap_push(kmq_heap *heap, kmq_heap_item *item)
     return KMQ_OK;
 }
 
-kmq_heap_item *kmq_heap_top(const kmq_heap *heap)
-{
-    return heap->count > 0 ? heap->items[0] : NULL;
-}
+kmq_heap_item *kmq_heap_top(const kmq_heap *heap) { return heap->count > 0 ? heap->items[0] : NULL; }
 
 kmq_heap_item *kmq_heap_pop(kmq_heap *heap)
 {
@@ -138,10 +135,7 @@ void kmq_heap_moved(kmq_heap *heap, kmq_heap_item *item)
     heap->items[item->index] = item;
 }
 
-size_t kmq_heap_bytes(const kmq_heap *heap)
-{
-    return heap->cap * sizeof(*heap->items);
-}
+size_t kmq_heap_bytes(const kmq_heap *heap) { return heap->cap * sizeof(*heap->items); }
 
 void kmq_heap_check(const kmq_heap *heap)
 {

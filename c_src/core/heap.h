@@ -42,10 +42,7 @@ void kmq_heap_free(kmq_heap *heap);
 
 /* Before an item's first push: marks it as being in no heap. */
 void kmq_heap_item_init(kmq_heap_item *item);
-static inline bool kmq_heap_item_in(const kmq_heap_item *item)
-{
-    return item->index != KMQ_HEAP_OUT;
-}
+static inline bool kmq_heap_item_in(const kmq_heap_item *item) { return item->index != KMQ_HEAP_OUT; }
 
 /* Room for n more: until the next pop or remove the next n pushes cannot fail. OK | ENOMEM */
 int kmq_heap_reserve(kmq_heap *heap, size_t n);
@@ -63,10 +60,7 @@ void kmq_heap_update(kmq_heap *heap, kmq_heap_item *item, int64_t deadline, uint
 /* an item that moved in memory (realloc of its owner) tells where it is now; its key and index came along */
 void kmq_heap_moved(kmq_heap *heap, kmq_heap_item *item);
 
-static inline size_t kmq_heap_count(const kmq_heap *heap)
-{
-    return heap->count;
-}
+static inline size_t kmq_heap_count(const kmq_heap *heap) { return heap->count; }
 size_t kmq_heap_bytes(const kmq_heap *heap); /* allocated by the heap, items not included */
 void kmq_heap_check(const kmq_heap *heap);   /* asserts the invariants: O(n) */
 #endif

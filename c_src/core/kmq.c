@@ -13,10 +13,7 @@ static void *libc_realloc(void *ctx, void *ptr, size_t size)
     return realloc(ptr, size);
 }
 
-kmq_alloc kmq_alloc_libc(void)
-{
-    return (kmq_alloc){libc_realloc, NULL};
-}
+kmq_alloc kmq_alloc_libc(void) { return (kmq_alloc){libc_realloc, NULL}; }
 
 const char *kmq_error_name(int code)
 {

@@ -10,12 +10,12 @@
 
 enum {
     KMQ_OK = 0,
-    KMQ_ENOMEM = -1,  /* the allocator said no; the object is unchanged */
-    KMQ_EINVAL = -2,  /* an argument out of its range */
-    KMQ_EFULL = -3,   /* the output buffer is too small */
-    KMQ_EREPEAT = -4, /* an offset below the position: seen before */
+    KMQ_ENOMEM = -1,   /* the allocator said no; the object is unchanged */
+    KMQ_EINVAL = -2,   /* an argument out of its range */
+    KMQ_EFULL = -3,    /* the output buffer is too small */
+    KMQ_EREPEAT = -4,  /* an offset below the position: seen before */
     KMQ_EUNKNOWN = -5, /* never handed out, or settled already */
-    KMQ_ELATE = -6    /* its time limit passed before it was settled */
+    KMQ_ELATE = -6     /* its time limit passed before it was settled */
 };
 
 /* The allocator: realloc(ctx, NULL, n) allocates, realloc(ctx, p, 0) frees and returns NULL. */

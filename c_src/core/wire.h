@@ -36,10 +36,7 @@ static inline void kmq_wire_put_u64(uint8_t *p, uint64_t v)
     for (int i = 0; i < 8; i++) p[i] = (uint8_t)(v >> (56 - 8 * i));
 }
 
-static inline uint16_t kmq_wire_get_u16(const uint8_t *p)
-{
-    return (uint16_t)((uint16_t)(p[0] << 8) | p[1]);
-}
+static inline uint16_t kmq_wire_get_u16(const uint8_t *p) { return (uint16_t)((uint16_t)(p[0] << 8) | p[1]); }
 
 static inline uint32_t kmq_wire_get_u32(const uint8_t *p)
 {
@@ -57,15 +54,9 @@ static inline uint64_t kmq_wire_get_u64(const uint8_t *p)
 
 /* The int32 / int64 with these bits: a plain conversion of a large value is implementation-defined in C11, this is not.
  */
-static inline int32_t kmq_wire_i32(uint32_t v)
-{
-    return v <= INT32_MAX ? (int32_t)v : -1 - (int32_t)(UINT32_MAX - v);
-}
+static inline int32_t kmq_wire_i32(uint32_t v) { return v <= INT32_MAX ? (int32_t)v : -1 - (int32_t)(UINT32_MAX - v); }
 
-static inline int64_t kmq_wire_i64(uint64_t v)
-{
-    return v <= INT64_MAX ? (int64_t)v : -1 - (int64_t)(UINT64_MAX - v);
-}
+static inline int64_t kmq_wire_i64(uint64_t v) { return v <= INT64_MAX ? (int64_t)v : -1 - (int64_t)(UINT64_MAX - v); }
 
 /* What is left of a borrowed buffer: at <= end. */
 typedef struct kmq_wire_reader {
@@ -80,15 +71,9 @@ typedef struct kmq_wire_writer {
 void kmq_wire_reader_init(kmq_wire_reader *reader, const void *bytes, size_t n);
 void kmq_wire_writer_init(kmq_wire_writer *writer, void *bytes, size_t n);
 
-static inline size_t kmq_wire_left(const kmq_wire_reader *reader)
-{
-    return (size_t)(reader->end - reader->at);
-}
+static inline size_t kmq_wire_left(const kmq_wire_reader *reader) { return (size_t)(reader->end - reader->at); }
 
-static inline size_t kmq_wire_room(const kmq_wire_writer *writer)
-{
-    return (size_t)(writer->end - writer->at);
-}
+static inline size_t kmq_wire_room(const kmq_wire_writer *writer) { return (size_t)(writer->end - writer->at); }
 
 /* false: not enough bytes (uvar: or more than 64 bits); reader and *out unchanged. */
 bool kmq_wire_read_u8(kmq_wire_reader *reader, uint8_t *out);

@@ -33,21 +33,12 @@ static inline uint64_t kmq_rng_next(kmq_rng *rng)
 }
 
 /* 0 .. n - 1 */
-static inline uint64_t kmq_rng_below(kmq_rng *rng, uint64_t n)
-{
-    return kmq_rng_next(rng) % n;
-}
+static inline uint64_t kmq_rng_below(kmq_rng *rng, uint64_t n) { return kmq_rng_next(rng) % n; }
 
-static inline bool kmq_rng_chance(kmq_rng *rng, uint64_t one_in)
-{
-    return kmq_rng_below(rng, one_in) == 0;
-}
+static inline bool kmq_rng_chance(kmq_rng *rng, uint64_t one_in) { return kmq_rng_below(rng, one_in) == 0; }
 
 /* [0, 1) */
-static inline double kmq_rng_unit(kmq_rng *rng)
-{
-    return (double)(kmq_rng_next(rng) >> 11) / 9007199254740992.0;
-}
+static inline double kmq_rng_unit(kmq_rng *rng) { return (double)(kmq_rng_next(rng) >> 11) / 9007199254740992.0; }
 
 /* KMQ_SEED, or one from the clock; printed under the test's name, so that a failure can be repeated. */
 static inline kmq_rng kmq_test_rng(const char *name)
