@@ -14,17 +14,3 @@ static void *libc_realloc(void *ctx, void *ptr, size_t size)
 }
 
 kmq_alloc kmq_alloc_libc(void) { return (kmq_alloc){libc_realloc, NULL}; }
-
-const char *kmq_error_name(int code)
-{
-    switch (code) {
-    case KMQ_OK: return "ok";
-    case KMQ_ENOMEM: return "enomem";
-    case KMQ_EINVAL: return "einval";
-    case KMQ_EFULL: return "full";
-    case KMQ_EREPEAT: return "repeat";
-    case KMQ_EUNKNOWN: return "unknown";
-    case KMQ_ELATE: return "late";
-    default: return "unknown_error";
-    }
-}

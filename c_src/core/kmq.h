@@ -27,9 +27,6 @@ typedef struct kmq_alloc {
 /* realloc and free of the C library */
 kmq_alloc kmq_alloc_libc(void);
 
-/* "enomem", "late" ... for an error code above; "ok" for KMQ_OK, "unknown_error" for any other number. Static text. */
-const char *kmq_error_name(int code);
-
 /* Offsets lo, lo + 1, ... hi - 1. */
 typedef struct kmq_range {
     int64_t lo;

@@ -1,6 +1,6 @@
 /* kmq_wire - integers to bytes and back, by shifts and never by cast.
  *
- *     u16 u32 u64       big-endian, as Kafka writes them; signed ones in two's complement
+ *     u32 u64           big-endian, as Kafka writes them; signed ones in two's complement
  *     uvar              unsigned LEB128: 7 bits a byte, lowest first, the top bit set on all bytes but the last
  *
  *            300 = 10 0101100     ->  AC 02
@@ -20,12 +20,6 @@
 
 enum { KMQ_UVAR_MAX_BYTES = 10 };
 
-static inline void kmq_wire_put_u16(uint8_t *p, uint16_t v)
-{
-    p[0] = (uint8_t)(v >> 8);
-    p[1] = (uint8_t)v;
-}
-
 static inline void kmq_wire_put_u32(uint8_t *p, uint32_t v)
 {
     for (int i = 0; i < 4; i++) p[i] = (uint8_t)(v >> (24 - 8 * i));
@@ -35,8 +29,6 @@ static inline void kmq_wire_put_u64(uint8_t *p, uint64_t v)
 {
     for (int i = 0; i < 8; i++) p[i] = (uint8_t)(v >> (56 - 8 * i));
 }
-
-static inline uint16_t kmq_wire_get_u16(const uint8_t *p) { return (uint16_t)((uint16_t)(p[0] << 8) | p[1]); }
 
 static inline uint32_t kmq_wire_get_u32(const uint8_t *p)
 {
