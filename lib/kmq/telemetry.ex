@@ -2,33 +2,40 @@ defmodule Kmq.Telemetry do
   @moduledoc """
   The events Kmq emits, through `:telemetry` where that library is loaded (Broadway brings it).
 
-  Metadata never holds payloads, keys or headers. `handle` is `{pipeline_name, producer_index}` for a pipeline, and
-  `{:consumer, name}` for a `Kmq.Consumer`. `group` is the group id.
+  Metadata never holds payloads, keys or headers. `group` is the group id. `handle` is `{pipeline_name, producer_index}` for a
+  pipeline and `{:consumer, name}` for a `Kmq.Consumer`; in the events of acks it is the pid of the handle's process.
+
+  Of consumers:
 
   | event | measurements | metadata | when |
   |---|---|---|---|
-  | `[:kmq, :assignments_revoked, :start]` | `system_time`, `monotonic_time` | `handle, group, partitions` | partitions are being taken away |
-  | `[:kmq, :assignments_revoked, :stop]` | `duration`, `monotonic_time` | `handle, group, partitions` | they are gone |
-  | `[:kmq, :assignments_revoked, :exception]` | `duration`, `monotonic_time` | and `kind, reason, stacktrace` | it failed |
   | `[:kmq, :assigned]` | `count` | `handle, group, partitions` | partitions were given to this handle |
+  | `[:kmq, :assignments_revoked, :stop]` | `duration`, `monotonic_time` | `handle, group, partitions` | they are gone |
   | `[:kmq, :take]` | `count` | `handle, group` | messages were handed to a producer |
-  | `[:kmq, :start]` | `count`, `latency_ms` | `handle, topic, partition` | STARTs became durable |
-  | `[:kmq, :commit]` | `offset` | `handle, topic, partition` | a commit was acknowledged |
-  | `[:kmq, :ack]` | `count` | `handle, action` (`:ack, :retry, :reject, :discard`) | messages were settled |
+  | `[:kmq, :ack]` | `count` | `handle, action` (`:ack, :retry, :reject, :discard`) | Broadway settled messages |
   | `[:kmq, :ack, :error]` | `count` | `handle, action, reason`, `offsets` (at most 10 of `{slot, offset}`) | settling failed: these come again |
-  | `[:kmq, :late_ack]` | `count` | `handle, action`, `offsets` | the time limit had passed before: these come again |
-  | `[:kmq, :redelivered]` | `count`, `late_ms` | `group, topic, partition, cause` | copies went back to the queue topic |
-  | `[:kmq, :dead_lettered]` | `count` | `group, topic, partition, cause` | messages went to the dead letter topic |
+  | `[:kmq, :late_ack]` | `count` | `handle, action, reason`, `offsets` | the time limit had passed before: these come again |
+  | `[:kmq, :offset_reset]` | `from`, `to` | `handle, group, topic, partition, reason` | reading went on elsewhere: messages were deleted unread, or the topic is a new one |
+  | `[:kmq, :fenced]` | `count` | `handle, group` | another member has this one's `group_instance_id` |
+
+  Of trackers, for each partition of a queue topic:
+
+  | event | measurements | metadata | when |
+  |---|---|---|---|
+  | `[:kmq, :redelivered]` | `count`, `late_ms` (sum), `late_max_ms` | `group, topic, partition, cause` | copies went back to the queue topic |
+  | `[:kmq, :dead_lettered]` | `count`, `late_ms` (sum), `late_max_ms` | `group, topic, partition, cause` | messages went to the dead letter topic |
   | `[:kmq, :gone]` | `count` | `group, topic, partition, offsets` | due messages were no longer in the queue topic |
-  | `[:kmq, :released]` | `count` | `handle, topic, partition` | messages were given back untouched |
-  | `[:kmq, :malformed]` | `count` | `group, topic, partition, kind` (`:foreign, :malformed, :newer`) | records of the marker topic that are not ours |
-  | `[:kmq, :lag]` | `lag` | `handle, topic, partition` | messages behind the end of the queue topic, never negative |
-  | `[:kmq, :open]` | `count`, `oldest_age_ms` | `group, topic, partition` | handed out and not settled, as the tracker sees it |
+  | `[:kmq, :malformed]` | `count` | `group, topic, partition, kind` (`:malformed, :foreign`) | records of the marker topic that are not ours |
+  | `[:kmq, :open]` | `count`, `oldest_age_ms` | `group, topic, partition` | handed out and not settled; now and then |
+  | `[:kmq, :tracker, :lag]` | `lag` | `group, topic, partition` | markers it has not read yet; now and then |
+  | `[:kmq, :offset_reset]` | `from`, `to` | `group, topic, partition`, `reason` (`:marker_gap`) | markers were deleted unread |
   | `[:kmq, :tracker, :start]` | `system_time` | `group` | a tracker program was started |
   | `[:kmq, :tracker, :stop]` | `system_time` | `group, reason` | it ended; it is started again unless its last user is gone |
-  | `[:kmq, :tracker, :lag]` | `lag` | `group, topic, partition` | markers it has not read yet |
-  | `[:kmq, :offset_reset]` | `from`, `to` | `handle, topic, partition, reason` | reading began elsewhere than at the commit |
-  | `[:kmq, :fenced]` | `count` | `handle, group` | the group has moved on without this handle |
+
+  Of publishers and all:
+
+  | event | measurements | metadata | when |
+  |---|---|---|---|
   | `[:kmq, :publish]` | `count`, `duration` | `topic` | a synchronous publish was acknowledged |
   | `[:kmq, :publish, :error]` | `count` | `topic, reason` | messages were not published |
   | `[:kmq, :error]` | `count` | `handle` or `group`, `error` (a `t:Kmq.Error.t/0`) | anything else worth an alarm |

@@ -36,7 +36,7 @@ defmodule OffBroadway.Kmq.Acknowledger do
     handle = %Handle{pid: pid, ref: ref}
 
     {acked, rest} = succeeded(successful, on_success, [], [])
-    acked != [] && report(Handle.settle(handle, :ack, acked), handle, :ack)
+    acked != [] && settle(handle, :ack, acked)
 
     (rest ++ Enum.map(failed, &failed(&1, policy)))
     |> Enum.reduce(%{}, &plan(&1, &2, policy))
@@ -148,23 +148,25 @@ defmodule OffBroadway.Kmq.Acknowledger do
   defp add(plan, action, entry), do: Map.update(plan, action, [entry], &[entry | &1])
 
   defp settle(handle, action, entries) when action in [:ack, :discard] do
-    report(Handle.settle(handle, action, entries), handle, action)
+    report(Handle.settle(handle, action, entries), handle, action, entries)
   end
 
   defp settle(handle, {cause, text}, entries) do
     action = if cause == :rejected, do: :reject, else: :retry
-    report(Handle.retry(handle, entries, cause, text), handle, action)
+    report(Handle.retry(handle, entries, cause, text), handle, action, entries)
   end
 
-  defp report(:ok, _handle, _action), do: :ok
+  defp report(:ok, handle, action, entries), do: settled(length(entries), handle, action)
 
-  defp report({:error, failed}, handle, action) when is_list(failed) do
+  defp report({:error, failed}, handle, action, entries) when is_list(failed) do
+    settled(length(entries) - length(failed), handle, action)
+
     failed
     |> Enum.group_by(&elem(&1, 2), &{elem(&1, 0), elem(&1, 1)})
     |> Enum.each(fn {reason, places} ->
       shown = Enum.take(places, 10)
       count = length(places)
-      metadata = %{handle: handle, action: action, reason: reason, offsets: shown}
+      metadata = %{handle: handle.pid, action: action, reason: reason, offsets: shown}
       event = if reason == :late, do: [:kmq, :late_ack], else: [:kmq, :ack, :error]
       Telemetry.execute(event, %{count: count}, metadata)
 
@@ -175,14 +177,20 @@ defmodule OffBroadway.Kmq.Acknowledger do
     end)
   end
 
-  defp report({:error, reason}, handle, action) do
+  defp report({:error, reason}, handle, action, _entries) do
     Telemetry.execute([:kmq, :ack, :error], %{count: 1}, %{
-      handle: handle,
+      handle: handle.pid,
       action: action,
       reason: reason,
       offsets: []
     })
 
     Logger.warning("kmq: #{action} failed (#{inspect(reason)}): the messages come again")
+  end
+
+  defp settled(0, _handle, _action), do: :ok
+
+  defp settled(count, handle, action) do
+    Telemetry.execute([:kmq, :ack], %{count: count}, %{handle: handle.pid, action: action})
   end
 end

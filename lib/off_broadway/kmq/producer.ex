@@ -89,7 +89,7 @@ defmodule OffBroadway.Kmq.Producer do
 
   require Logger
 
-  alias Kmq.{Config, Error, Handle, Message, Topics}
+  alias Kmq.{Config, Error, Handle, Message, Telemetry, Topics}
   alias OffBroadway.Kmq.Acknowledger
 
   @reopen_ms 1_000
@@ -284,13 +284,18 @@ defmodule OffBroadway.Kmq.Producer do
   defp take(%{handle: nil} = state), do: {:noreply, [], state}
 
   defp take(%{demand: demand} = state) do
-    {messages, demand} =
+    {messages, left} =
       state.handle
       |> Handle.take(demand)
       |> Enum.reverse()
       |> batches(state.template, state.ack_ref, [], demand)
 
-    {:noreply, messages, %{state | demand: demand}}
+    if left < demand do
+      metadata = %{handle: state.key, group: state.config.group_id}
+      Telemetry.execute([:kmq, :take], %{count: demand - left}, metadata)
+    end
+
+    {:noreply, messages, %{state | demand: left}}
   end
 
   # From the last batch to the first, so that the list is built once and comes out in order.
