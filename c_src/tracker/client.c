@@ -18,7 +18,8 @@ void *tracker_thread_new(const tracker_config *config)
     return keep;
 }
 
-static kafka_property *props_of(const tracker_config *config, const kafka_property *before, size_t n_before, const char *group, size_t *n)
+static kafka_property *props_of(const tracker_config *config, const kafka_property *before, size_t n_before,
+                                const char *group, size_t *n)
 {
     kafka_property *props = tracker_alloc((config->n_props + n_before + 1) * sizeof *props);
     if (n_before) memcpy(props, before, n_before * sizeof *props);
@@ -52,7 +53,9 @@ kafka_admin *tracker_tracker_admin(void *thread, kafka_error *err)
 
 kafka_reader *tracker_reader(void *thread, kafka_error *err)
 {
-    static const kafka_property ours[] = {{"socket.nagle.disable", "true"}, {"fetch.wait.max.ms", "50"}, {"queued.min.messages", "10000"},
+    static const kafka_property ours[] = {{"socket.nagle.disable", "true"},
+                                          {"fetch.wait.max.ms", "50"},
+                                          {"queued.min.messages", "10000"},
                                           {"queued.max.messages.kbytes", "16384"}};
     thread_keep *keep = thread;
     size_t n;

@@ -35,8 +35,14 @@ int tracker_command_decode(const uint8_t *frame, size_t len, tracker_command *ou
     if (ei_decode_version(bytes, &at, &version) || ei_decode_tuple_header(bytes, &at, &arity) || arity != 3) return -1;
     if (ei_decode_longlong(bytes, &at, &id) || id <= 0) return -1;
     if (ei_decode_atom_as(bytes, &at, name, sizeof name, ERLANG_UTF8, NULL, NULL)) return -1;
-    static const struct { const char *name; tracker_verb verb; } verbs[] = {
-        {"configure", TRACKER_CONFIGURE}, {"info", TRACKER_INFO}, {"ping", TRACKER_PING}, {"stop", TRACKER_STOP},
+    static const struct {
+        const char *name;
+        tracker_verb verb;
+    } verbs[] = {
+        {"configure", TRACKER_CONFIGURE},
+        {"info", TRACKER_INFO},
+        {"ping", TRACKER_PING},
+        {"stop", TRACKER_STOP},
     };
     *out = (tracker_command){.id = id, .verb = TRACKER_UNKNOWN, .args = bytes, .at = at};
     for (size_t i = 0; i < sizeof verbs / sizeof verbs[0]; i++)
@@ -164,15 +170,24 @@ const char *tracker_config_decode(const tracker_command *command, tracker_config
         wrong = "args";
         if (!key_of(bytes, &at, key)) goto fail;
         bool ok;
-        if (strcmp(key, "props") == 0) wrong = "props", ok = set_props(bytes, &at, config);
-        else if (strcmp(key, "group") == 0) wrong = "group", ok = set_text(bytes, &at, &config->group);
-        else if (strcmp(key, "tracker_group") == 0) wrong = "tracker_group", ok = set_text(bytes, &at, &config->tracker_group);
-        else if (strcmp(key, "count_header") == 0) wrong = "count_header", ok = set_text(bytes, &at, &config->count_header);
-        else if (strcmp(key, "format") == 0) wrong = "format", ok = set_format(bytes, &at, config);
-        else if (strcmp(key, "max_redeliveries") == 0) wrong = "max_redeliveries", ok = set_number(bytes, &at, &config->max_redeliveries);
-        else if (strcmp(key, "rate") == 0) wrong = "rate", ok = set_number(bytes, &at, &config->rate);
-        else if (strcmp(key, "queues") == 0) wrong = "queues", ok = set_queues(bytes, &at, config);
-        else ok = ei_skip_term(bytes, &at) == 0;
+        if (strcmp(key, "props") == 0)
+            wrong = "props", ok = set_props(bytes, &at, config);
+        else if (strcmp(key, "group") == 0)
+            wrong = "group", ok = set_text(bytes, &at, &config->group);
+        else if (strcmp(key, "tracker_group") == 0)
+            wrong = "tracker_group", ok = set_text(bytes, &at, &config->tracker_group);
+        else if (strcmp(key, "count_header") == 0)
+            wrong = "count_header", ok = set_text(bytes, &at, &config->count_header);
+        else if (strcmp(key, "format") == 0)
+            wrong = "format", ok = set_format(bytes, &at, config);
+        else if (strcmp(key, "max_redeliveries") == 0)
+            wrong = "max_redeliveries", ok = set_number(bytes, &at, &config->max_redeliveries);
+        else if (strcmp(key, "rate") == 0)
+            wrong = "rate", ok = set_number(bytes, &at, &config->rate);
+        else if (strcmp(key, "queues") == 0)
+            wrong = "queues", ok = set_queues(bytes, &at, config);
+        else
+            ok = ei_skip_term(bytes, &at) == 0;
         if (!ok) goto fail;
     }
     if (!config->count_header) {
@@ -225,8 +240,10 @@ void tracker_put_bytes(ei_x_buff *out, const void *bytes, size_t n) { need(ei_x_
 
 void tracker_put_text(ei_x_buff *out, const char *text)
 {
-    if (text) tracker_put_bytes(out, text, strlen(text));
-    else tracker_put_atom(out, "nil");
+    if (text)
+        tracker_put_bytes(out, text, strlen(text));
+    else
+        tracker_put_atom(out, "nil");
 }
 
 void tracker_pair_atom(ei_x_buff *out, const char *key, const char *atom)

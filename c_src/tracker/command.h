@@ -22,7 +22,7 @@ typedef struct tracker_config {
     char *group;         /* the consumer group whose messages these are */
     char *tracker_group; /* the group in which trackers share the marker partitions */
     char *count_header;
-    bool kmq_format;     /* of what is written; both are read */
+    bool kmq_format; /* of what is written; both are read */
     int64_t max_redeliveries;
     int64_t rate; /* copies per second; 0 = no limit */
     tracker_queue_config *queues;
@@ -31,9 +31,7 @@ typedef struct tracker_config {
 
 void tracker_config_free(tracker_config *config);
 
-typedef enum tracker_verb {
-    TRACKER_CONFIGURE, TRACKER_INFO, TRACKER_PING, TRACKER_STOP, TRACKER_UNKNOWN
-} tracker_verb;
+typedef enum tracker_verb { TRACKER_CONFIGURE, TRACKER_INFO, TRACKER_PING, TRACKER_STOP, TRACKER_UNKNOWN } tracker_verb;
 
 typedef struct tracker_command {
     int64_t id;
@@ -48,7 +46,7 @@ int tracker_command_decode(const uint8_t *frame, size_t len, tracker_command *ou
 const char *tracker_config_decode(const tracker_command *command, tracker_config *config);
 
 /* Replies and events are written into a buffer of the caller, begun with the version byte. */
-void tracker_reply_begin(ei_x_buff *out, int64_t id);            /* {Id, ... one term follows */
+void tracker_reply_begin(ei_x_buff *out, int64_t id);                  /* {Id, ... one term follows */
 void tracker_event_begin(ei_x_buff *out, const char *name, int pairs); /* {0, {event, Name, #{ ... pairs follow */
 void tracker_put_atom(ei_x_buff *out, const char *atom);
 void tracker_put_int(ei_x_buff *out, int64_t number);

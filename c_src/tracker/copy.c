@@ -8,8 +8,8 @@
 
 #include "marker.h"
 
-static const char DELIVERIES[] = "kmq-deliveries", CAUSE[] = "kmq-cause", GROUP[] = "kmq-group", ORIGIN[] = "kmq-origin",
-                  ERROR_TEXT[] = "kmq-error";
+static const char DELIVERIES[] = "kmq-deliveries", CAUSE[] = "kmq-cause", GROUP[] = "kmq-group",
+                  ORIGIN[] = "kmq-origin", ERROR_TEXT[] = "kmq-error";
 
 enum { FEW_HEADERS = 32 };
 
@@ -73,8 +73,8 @@ static int64_t decimal(const kafka_header *header)
     return number;
 }
 
-tracker_fate tracker_decide(const kafka_header *headers, size_t n_headers, const char *count_header, int64_t max_redeliveries,
-                            uint8_t cause, uint8_t flags)
+tracker_fate tracker_decide(const kafka_header *headers, size_t n_headers, const char *count_header,
+                            int64_t max_redeliveries, uint8_t cause, uint8_t flags)
 {
     const kafka_header *counter = find(headers, n_headers, count_header);
     int32_t count = counter && counter->value ? kmq_count_decode(counter->value, counter->value_len) : 0;
@@ -92,13 +92,14 @@ static bool ours(const char *name, const char *count_header)
 {
     if (strcmp(name, count_header) == 0) return true;
     if (strncmp(name, "kmq-", 4) != 0) return false;
-    return strcmp(name, DELIVERIES) == 0 || strcmp(name, CAUSE) == 0 || strcmp(name, GROUP) == 0 || strcmp(name, ORIGIN) == 0 ||
-           strcmp(name, ERROR_TEXT) == 0;
+    return strcmp(name, DELIVERIES) == 0 || strcmp(name, CAUSE) == 0 || strcmp(name, GROUP) == 0 ||
+           strcmp(name, ORIGIN) == 0 || strcmp(name, ERROR_TEXT) == 0;
 }
 
 static kafka_header text_header(const char *name, const char *text) { return (kafka_header){name, text, strlen(text)}; }
 
-size_t tracker_rewrite(const tracker_source *source, const tracker_fate *fate, const kafka_header *in, size_t n, kafka_header *out, tracker_stamp *stamp)
+size_t tracker_rewrite(const tracker_source *source, const tracker_fate *fate, const kafka_header *in, size_t n,
+                       kafka_header *out, tracker_stamp *stamp)
 {
     size_t k = 0;
     for (size_t i = 0; i < n; i++)
@@ -112,11 +113,12 @@ size_t tracker_rewrite(const tracker_source *source, const tracker_fate *fate, c
     if (origin) {
         out[k++] = *origin;
     } else {
-        snprintf(stamp->origin, sizeof stamp->origin, "%s/%" PRId32 "/%" PRId64 "/%" PRId64, source->topic, source->partition, source->offset,
-                 source->timestamp_ms);
+        snprintf(stamp->origin, sizeof stamp->origin, "%s/%" PRId32 "/%" PRId64 "/%" PRId64, source->topic,
+                 source->partition, source->offset, source->timestamp_ms);
         out[k++] = text_header(ORIGIN, stamp->origin);
     }
-    if (fate->dead && source->text && source->text_len) out[k++] = (kafka_header){ERROR_TEXT, source->text, source->text_len};
+    if (fate->dead && source->text && source->text_len)
+        out[k++] = (kafka_header){ERROR_TEXT, source->text, source->text_len};
     return k;
 }
 

@@ -34,8 +34,8 @@ typedef struct tracker_fate {
 } tracker_fate;
 
 /* cause, flags: what it is due for. A lapsed lease counts, a RETRY says for itself, a PARKed message was never delivered. */
-tracker_fate tracker_decide(const kafka_header *headers, size_t n_headers, const char *count_header, int64_t max_redeliveries,
-                            uint8_t cause, uint8_t flags);
+tracker_fate tracker_decide(const kafka_header *headers, size_t n_headers, const char *count_header,
+                            int64_t max_redeliveries, uint8_t cause, uint8_t flags);
 
 enum { TRACKER_OWN_HEADERS = 6, TRACKER_ORIGIN_BYTES = 249 + 3 * 21 + 1 };
 
@@ -59,7 +59,8 @@ typedef struct tracker_source {
 } tracker_source;
 
 /* out has room for n + TRACKER_OWN_HEADERS; borrowed from in, source and stamp. Returns how many there are. */
-size_t tracker_rewrite(const tracker_source *source, const tracker_fate *fate, const kafka_header *in, size_t n, kafka_header *out, tracker_stamp *stamp);
+size_t tracker_rewrite(const tracker_source *source, const tracker_fate *fate, const kafka_header *in, size_t n,
+                       kafka_header *out, tracker_stamp *stamp);
 
 /* The word in kmq-cause. */
 const char *tracker_cause_name(uint8_t cause);

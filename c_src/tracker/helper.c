@@ -14,8 +14,10 @@ typedef struct helper_thread {
 static void push(helper_list *list, helper_job *job)
 {
     job->next = NULL;
-    if (list->last) list->last->next = job;
-    else list->first = job;
+    if (list->last)
+        list->last->next = job;
+    else
+        list->first = job;
     list->last = job;
 }
 
@@ -73,7 +75,10 @@ int helper_start(helper_pool *pool, int wake_fd, void *const *threads, int n)
     int rc = 0;
     for (int i = 0; i < n && rc == 0; i++) {
         helper_thread *self = malloc(sizeof *self);
-        if (!self) { rc = -1; break; }
+        if (!self) {
+            rc = -1;
+            break;
+        }
         *self = (helper_thread){pool, threads[i], i};
         pthread_t id;
         rc = pthread_create(&id, NULL, work, self) == 0 && pthread_detach(id) == 0 ? 0 : -1;

@@ -23,8 +23,17 @@
 #include <unistd.h>
 
 enum {
-    OUT_BYTES = 8 << 20, OUT_HIGH = 4 << 20, SUMS_MS = 100, REVOKE_MS = 5000, REVOKE_COMMIT_MS = 2000, STOP_MS = 700, STOP_COMMIT_MS = 400,
-    CLOSE_MS = 400, LAST_WORDS_MS = 100, RETRY_MS = 1000, ASLEEP_MS = 1000
+    OUT_BYTES = 8 << 20,
+    OUT_HIGH = 4 << 20,
+    SUMS_MS = 100,
+    REVOKE_MS = 5000,
+    REVOKE_COMMIT_MS = 2000,
+    STOP_MS = 700,
+    STOP_COMMIT_MS = 400,
+    CLOSE_MS = 400,
+    LAST_WORDS_MS = 100,
+    RETRY_MS = 1000,
+    ASLEEP_MS = 1000
 };
 
 void tracker_no_memory(void)
@@ -62,7 +71,8 @@ void tracker_part_event(tracker *t, const char *name, const tracker_part *part, 
     tracker_pair_int(&t->scratch, "partition", part->partition);
 }
 
-void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char *topic, int32_t partition, const char *format, ...)
+void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char *topic, int32_t partition,
+                   const char *format, ...)
 {
     char text[1024];
     if (*last_ms && t->now_ms - *last_ms < TRACKER_ALARM_MS) return;
@@ -192,8 +202,10 @@ static void assign_run(helper_job *job, void *thread)
     kafka_admin *admin = tracker_tracker_admin(thread, &assign->error);
     kafka_partition *partitions = tracker_alloc(assign->n * sizeof *partitions);
     for (size_t i = 0; i < assign->n; i++)
-        partitions[i] = (kafka_partition){.topic = assign->places[i].markers, .partition = assign->places[i].partition, .offset = -1001};
-    assign->rc = admin ? kafka_admin_committed(admin, partitions, assign->n, TRACKER_ASK_MS, &assign->error) : KAFKA_EKAFKA;
+        partitions[i] = (kafka_partition){
+            .topic = assign->places[i].markers, .partition = assign->places[i].partition, .offset = -1001};
+    assign->rc =
+        admin ? kafka_admin_committed(admin, partitions, assign->n, TRACKER_ASK_MS, &assign->error) : KAFKA_EKAFKA;
     for (size_t i = 0; i < assign->n && assign->rc == KAFKA_OK; i++) {
         assign_place *place = &assign->places[i];
         if (partitions[i].error) {
@@ -202,7 +214,8 @@ static void assign_run(helper_job *job, void *thread)
             break;
         }
         place->committed = partitions[i].offset;
-        assign->rc = kafka_admin_watermarks(admin, place->markers, place->partition, TRACKER_ASK_MS, &place->low, &place->high, &assign->error);
+        assign->rc = kafka_admin_watermarks(admin, place->markers, place->partition, TRACKER_ASK_MS, &place->low,
+                                            &place->high, &assign->error);
     }
     free(partitions);
 }
@@ -234,7 +247,8 @@ static void assign_parts(tracker *t, assign_job *assign)
     kafka_partition *partitions = tracker_alloc(assign->n * sizeof *partitions);
     for (size_t i = 0; i < assign->n; i++) {
         const assign_place *place = &assign->places[i];
-        partitions[i] = (kafka_partition){.topic = place->markers, .partition = place->partition, .offset = start_of(t, place)};
+        partitions[i] =
+            (kafka_partition){.topic = place->markers, .partition = place->partition, .offset = start_of(t, place)};
     }
     if (kafka_consumer_assign(t->consumer, partitions, assign->n, &err) != KAFKA_OK) {
         tracker_error_event(t, &err);
@@ -275,14 +289,17 @@ static void assign_done(helper_job *job, void *owner)
         return;
     }
     if (assign->rc != KAFKA_OK) {
-        tracker_alarm(t, &t->alarm_ms[ALARM_ASSIGN], "assignment", NULL, -1, "cannot find out where to begin: %s", assign->error.text);
+        tracker_alarm(t, &t->alarm_ms[ALARM_ASSIGN], "assignment", NULL, -1, "cannot find out where to begin: %s",
+                      assign->error.text);
         assign->job.next = t->assign_waiting;
         t->assign_waiting = &assign->job;
         t->assign_retry_ms = t->now_ms + RETRY_MS;
         return;
     }
-    if (assign->restart) restart_part(t, assign);
-    else assign_parts(t, assign);
+    if (assign->restart)
+        restart_part(t, assign);
+    else
+        assign_parts(t, assign);
     assign_free(assign);
 }
 
@@ -300,8 +317,10 @@ static void assign_again(tracker *t)
     while (t->assign_waiting && t->now_ms >= t->assign_retry_ms) {
         assign_job *assign = (assign_job *)(void *)t->assign_waiting;
         t->assign_waiting = assign->job.next;
-        if (assign->epoch != t->epoch || t->mode != MODE_RUNNING) assign_free(assign);
-        else helper_give(&t->asks, &assign->job);
+        if (assign->epoch != t->epoch || t->mode != MODE_RUNNING)
+            assign_free(assign);
+        else
+            helper_give(&t->asks, &assign->job);
     }
 }
 
@@ -337,8 +356,9 @@ static void on_assign(tracker *t, const kafka_event *event)
     for (size_t i = 0; i < event->n_partitions; i++) {
         tracker_queue *queue = queue_of(t, event->partitions[i].topic);
         if (!queue) continue;
-        assign->places[assign->n++] = (assign_place){.part = tracker_part_new(t, queue, event->partitions[i].partition), .markers = queue->markers,
-                                              .partition = event->partitions[i].partition};
+        assign->places[assign->n++] = (assign_place){.part = tracker_part_new(t, queue, event->partitions[i].partition),
+                                                     .markers = queue->markers,
+                                                     .partition = event->partitions[i].partition};
     }
     helper_give(&t->asks, &assign->job);
 }
@@ -401,21 +421,31 @@ static void check_run(helper_job *job, void *thread)
 {
     check_job *check = (check_job *)(void *)job;
     kafka_admin *admin = tracker_group_admin(thread, &check->error);
-    check->rc = admin ? kafka_admin_cluster_id(admin, check->cluster, sizeof check->cluster, TRACKER_ASK_MS, &check->error) : KAFKA_EKAFKA;
+    check->rc =
+        admin ? kafka_admin_cluster_id(admin, check->cluster, sizeof check->cluster, TRACKER_ASK_MS, &check->error)
+              : KAFKA_EKAFKA;
     for (size_t i = 0; i < check->config->n_queues; i++) {
         const tracker_queue_config *queue = &check->config->queues[i];
         const char *topics[] = {queue->markers, queue->topic, queue->copies, queue->dead_letters};
         int replication;
         for (size_t k = 0; k < 4 && check->rc == KAFKA_OK; k++)
-            check->rc = kafka_admin_partitions(admin, topics[k], TRACKER_ASK_MS, &check->counts[i][k], &replication, &check->error);
+            check->rc = kafka_admin_partitions(admin, topics[k], TRACKER_ASK_MS, &check->counts[i][k], &replication,
+                                               &check->error);
     }
 }
 
 static bool consumer_open(tracker *t, kafka_error *err)
 {
-    kafka_property ours[] = {{"session.timeout.ms", "6000"}, {"heartbeat.interval.ms", "1500"}, {"partition.assignment.strategy", "roundrobin"},
-                             {"queued.min.messages", "50000"}, {"queued.max.messages.kbytes", "8192"}, {"socket.nagle.disable", "true"},
-                             {"fetch.error.backoff.ms", "100"}, {NULL, NULL}, {NULL, NULL}, {NULL, NULL}};
+    kafka_property ours[] = {{"session.timeout.ms", "6000"},
+                             {"heartbeat.interval.ms", "1500"},
+                             {"partition.assignment.strategy", "roundrobin"},
+                             {"queued.min.messages", "50000"},
+                             {"queued.max.messages.kbytes", "8192"},
+                             {"socket.nagle.disable", "true"},
+                             {"fetch.error.backoff.ms", "100"},
+                             {NULL, NULL},
+                             {NULL, NULL},
+                             {NULL, NULL}};
     size_t n = 7, n_topics = t->config.n_queues;
     if (t->sandbox) { /* a mock broker sleeps the wait out, whatever comes, and each rebalance takes a session */
         ours[n++] = (kafka_property){"fetch.wait.max.ms", "10"};
@@ -428,7 +458,8 @@ static bool consumer_open(tracker *t, kafka_error *err)
     memcpy(props + n, t->config.props, t->config.n_props * sizeof *props);
     n += t->config.n_props;
     props[n++] = (kafka_property){"group.id", t->config.tracker_group};
-    props[n++] = (kafka_property){"auto.offset.reset", "error"}; /* a position that is gone must be told, not skipped over */
+    props[n++] =
+        (kafka_property){"auto.offset.reset", "error"}; /* a position that is gone must be told, not skipped over */
     for (size_t i = 0; i < n_topics; i++) topics[i] = t->queues[i].markers;
     kafka_wake control = {.fd = t->control_wake[1]}, records = {.fd = t->records_wake[1]};
     int rc = kafka_consumer_open(props, n, &control, &records, &t->consumer, err);
@@ -460,7 +491,8 @@ static void check_done(helper_job *job, void *owner)
     t->check_ms = t->now_ms + RETRY_MS;
     if (t->mode != MODE_CHECKING) goto done;
     if (check->rc != KAFKA_OK) {
-        tracker_alarm(t, &t->alarm_ms[ALARM_CHECK], "kafka", NULL, -1, "cannot look at the topics: %s", check->error.text);
+        tracker_alarm(t, &t->alarm_ms[ALARM_CHECK], "kafka", NULL, -1, "cannot look at the topics: %s",
+                      check->error.text);
         goto done;
     }
     for (size_t i = 0; i < t->config.n_queues; i++) {
@@ -471,7 +503,8 @@ static void check_done(helper_job *job, void *owner)
         target_init(&queue->dead_letters, t->config.queues[i].dead_letters, true, check->counts[i][3]);
     }
     if (missing) {
-        tracker_alarm(t, &t->alarm_ms[ALARM_CHECK], "missing_topic", missing, -1, "does not exist: create it, or set create_topics");
+        tracker_alarm(t, &t->alarm_ms[ALARM_CHECK], "missing_topic", missing, -1,
+                      "does not exist: create it, or set create_topics");
         goto done;
     }
     t->sandbox = strncmp(check->cluster, "mockCluster", 11) == 0;
@@ -512,11 +545,14 @@ static void configure(tracker *t, const tracker_command *command)
         tracker_queue *queue = &t->queues[i];
         queue->topic = t->config.queues[i].topic;
         queue->markers = t->config.queues[i].markers;
-        kmq_marker_scope_init(&queue->scope, queue->topic, strlen(queue->topic), t->config.group, strlen(t->config.group));
+        kmq_marker_scope_init(&queue->scope, queue->topic, strlen(queue->topic), t->config.group,
+                              strlen(t->config.group));
     }
     tracker_rate_init(&t->rate, t->config.rate, t->now_ms);
-    for (size_t i = 0; i < sizeof t->threads / sizeof t->threads[0]; i++) t->threads[i] = tracker_thread_new(&t->config);
-    if (helper_start(&t->asks, t->jobs_wake[1], t->threads, 1) || helper_start(&t->reads, t->jobs_wake[1], t->threads + 1, 5)) {
+    for (size_t i = 0; i < sizeof t->threads / sizeof t->threads[0]; i++)
+        t->threads[i] = tracker_thread_new(&t->config);
+    if (helper_start(&t->asks, t->jobs_wake[1], t->threads, 1) ||
+        helper_start(&t->reads, t->jobs_wake[1], t->threads + 1, 5)) {
         fputs("kmq_tracker: cannot start threads\n", stderr);
         t->status = 2;
         t->mode = MODE_ENDED;
@@ -554,7 +590,10 @@ static const char *state_name(tracker_part_state state)
     return "stopped";
 }
 
-static int64_t lag_of(const tracker_part *part) { return part->known_end > part->position ? part->known_end - part->position : 0; }
+static int64_t lag_of(const tracker_part *part)
+{
+    return part->known_end > part->position ? part->known_end - part->position : 0;
+}
 
 static void reply_info(tracker *t, int64_t id)
 {
@@ -606,7 +645,8 @@ static void malformed_tell(tracker *t, tracker_part *part)
 static void gauges(tracker *t)
 {
     int64_t waiting = (int64_t)t->pauses.n;
-    for (size_t i = 0; i < t->config.n_queues; i++) waiting += (int64_t)(t->queues[i].copies.waits.n + t->queues[i].dead_letters.waits.n);
+    for (size_t i = 0; i < t->config.n_queues; i++)
+        waiting += (int64_t)(t->queues[i].copies.waits.n + t->queues[i].dead_letters.waits.n);
     for (tracker_part *part = t->parts; part; part = part->next) malformed_tell(t, part);
     tracker_event_begin(&t->scratch, "gauges", 3);
     tracker_pair_int(&t->scratch, "in_flight", (int64_t)t->n_active);
@@ -704,16 +744,22 @@ static void read_input(tracker *t)
     int rc = frame_in_read(&t->in);
     if (rc != FRAME_OK) {
         t->input_ended = true;
-        if (rc == FRAME_ENOMEM) malformed(t, "no memory for a frame");
-        else if (frame_in_rest(&t->in)) malformed(t, "stdin ended within a frame");
-        else stop(t);
+        if (rc == FRAME_ENOMEM)
+            malformed(t, "no memory for a frame");
+        else if (frame_in_rest(&t->in))
+            malformed(t, "stdin ended within a frame");
+        else
+            stop(t);
         return;
     }
     while (t->mode != MODE_ENDED && (rc = frame_in_next(&t->in, &body, &len)) != 0) {
         tracker_command command;
-        if (rc < 0) malformed(t, "a frame is too long");
-        else if (tracker_command_decode(body, len, &command)) malformed(t, "a frame is not {Id, Command, Args}");
-        else run_command(t, &command);
+        if (rc < 0)
+            malformed(t, "a frame is too long");
+        else if (tracker_command_decode(body, len, &command))
+            malformed(t, "a frame is not {Id, Command, Args}");
+        else
+            run_command(t, &command);
     }
 }
 
@@ -735,7 +781,8 @@ static void consumer_events(tracker *t)
             break;
         case KAFKA_EVENT_LOG: tracker_log_event(t, event.level, event.text); break;
         case KAFKA_EVENT_TOKEN:
-            tracker_alarm(t, &t->alarm_ms[ALARM_TOKEN], "oauthbearer", NULL, -1, "the tracker needs a way to get tokens by itself");
+            tracker_alarm(t, &t->alarm_ms[ALARM_TOKEN], "oauthbearer", NULL, -1,
+                          "the tracker needs a way to get tokens by itself");
             break;
         case KAFKA_EVENT_STATS:
         case KAFKA_EVENT_NONE: break;
@@ -861,7 +908,8 @@ static int make_pipe(int pipe_fds[2])
     if (pipe(pipe_fds)) return -1;
     for (int i = 0; i < 2; i++) {
         int flags = fcntl(pipe_fds[i], F_GETFL);
-        if (flags < 0 || fcntl(pipe_fds[i], F_SETFL, flags | O_NONBLOCK) || fcntl(pipe_fds[i], F_SETFD, FD_CLOEXEC)) return -1;
+        if (flags < 0 || fcntl(pipe_fds[i], F_SETFL, flags | O_NONBLOCK) || fcntl(pipe_fds[i], F_SETFD, FD_CLOEXEC))
+            return -1;
     }
     return 0;
 }
@@ -902,7 +950,8 @@ int tracker_run(int in_fd, int out_fd, int signal_fd)
     t->now_ms = t->started_ms = tracker_now_ms();
     t->sent.next = t->sent.previous = &t->sent;
     t->instance = random_bits() & ~UINT64_C(0xffffffff);
-    if (ei_x_new(&t->scratch) || make_pipe(t->records_wake) || make_pipe(t->control_wake) || make_pipe(t->producer_wake) || make_pipe(t->jobs_wake)) {
+    if (ei_x_new(&t->scratch) || make_pipe(t->records_wake) || make_pipe(t->control_wake) ||
+        make_pipe(t->producer_wake) || make_pipe(t->jobs_wake)) {
         fputs("kmq_tracker: cannot start\n", stderr);
         return 2;
     }

@@ -28,10 +28,10 @@ enum { TRACKER_SLACK_MS = 5000 };
 
 typedef struct tracker_clock {
     bool paced;
-    int64_t log_ms;    /* running maximum of what was fed */
-    int64_t read_ms;   /* monotonic time of the last record read */
+    int64_t log_ms;  /* running maximum of what was fed */
+    int64_t read_ms; /* monotonic time of the last record read */
     int64_t anchor_log_ms, anchor_ms;
-    int64_t shift_ms;  /* log time = timestamp - shift */
+    int64_t shift_ms; /* log time = timestamp - shift */
 } tracker_clock;
 
 void tracker_clock_init(tracker_clock *clock, int64_t now_ms);

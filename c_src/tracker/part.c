@@ -18,7 +18,15 @@
 
 #include "failpoint.h"
 
-enum { RECORDS = 500, PASSES = 4, ASK_FRESH_MS = 1000, ASK_PAUSE_MIN_MS = 50, ASK_PAUSE_MAX_MS = 1000, CLOCK_RETRY_MS = 200, HEADERS = 16 };
+enum {
+    RECORDS = 500,
+    PASSES = 4,
+    ASK_FRESH_MS = 1000,
+    ASK_PAUSE_MIN_MS = 50,
+    ASK_PAUSE_MAX_MS = 1000,
+    CLOCK_RETRY_MS = 200,
+    HEADERS = 16
+};
 
 tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partition)
 {
@@ -76,8 +84,10 @@ static void barrier_passed(tracker *t, tracker_part *part)
         part->below = part->barrier_below;
         size_t kept = 0;
         for (size_t i = 0; i < part->n_held; i++) {
-            if (part->held[i] < part->below) tracker_give_back(part, part->held[i]);
-            else if (kmq_lease_book_has(&part->book, part->held[i], NULL)) part->held[kept++] = part->held[i];
+            if (part->held[i] < part->below)
+                tracker_give_back(part, part->held[i]);
+            else if (kmq_lease_book_has(&part->book, part->held[i], NULL))
+                part->held[kept++] = part->held[i];
         }
         part->n_held = kept;
     }
@@ -98,9 +108,10 @@ static void stopped_by_newer(tracker *t, tracker_part *part, const kafka_record 
     kmq_marker_newer(record->value, record->value_len, &version, &type);
     part->state = PART_STOPPED;
     part->hot = false;
-    tracker_alarm(t, &part->alarm_ms, "newer_marker", part->queue->markers, part->partition,
-                  "offset %lld holds a marker of version %d, type %d: this partition waits until the tracker is upgraded", (long long)record->offset,
-                  version, type);
+    tracker_alarm(
+        t, &part->alarm_ms, "newer_marker", part->queue->markers, part->partition,
+        "offset %lld holds a marker of version %d, type %d: this partition waits until the tracker is upgraded",
+        (long long)record->offset, version, type);
 }
 
 /* False: read no further. */
@@ -113,10 +124,9 @@ static bool read_record(tracker *t, tracker_part *part, const kafka_record *reco
     if (n > HEADERS) n = HEADERS;
     for (size_t i = 0; i < n; i++) headers[i] = (kmq_marker_header){found[i].name, found[i].value, found[i].value_len};
     kmq_marker marker;
-    switch (kmq_marker_decode(&part->queue->scope, part->partition, record->key, record->key_len, record->value, record->value_len, headers, n, &marker)) {
-    case KMQ_MARKER_NEWER:
-        stopped_by_newer(t, part, record);
-        return false;
+    switch (kmq_marker_decode(&part->queue->scope, part->partition, record->key, record->key_len, record->value,
+                              record->value_len, headers, n, &marker)) {
+    case KMQ_MARKER_NEWER: stopped_by_newer(t, part, record); return false;
     case KMQ_MARKER_FOREIGN:
         part->n_foreign++;
         part->odd_offset = record->offset;
@@ -126,8 +136,10 @@ static bool read_record(tracker *t, tracker_part *part, const kafka_record *reco
         part->odd_offset = record->offset;
         break;
     case KMQ_MARKER_OURS: {
-        bool own = part->barrier == BARRIER_SENT && marker.type == KMQ_MARKER_CLOCK && marker.tlv.has_instance && marker.tlv.instance == part->clock_id;
-        int64_t time_ms = tracker_clock_feed(&part->clock, record->timestamp_ms, t->now_ms, own ? part->clock_sent_ms : TRACKER_NOT_OURS);
+        bool own = part->barrier == BARRIER_SENT && marker.type == KMQ_MARKER_CLOCK && marker.tlv.has_instance &&
+                   marker.tlv.instance == part->clock_id;
+        int64_t time_ms = tracker_clock_feed(&part->clock, record->timestamp_ms, t->now_ms,
+                                             own ? part->clock_sent_ms : TRACKER_NOT_OURS);
         if (marker.type == KMQ_MARKER_PARK) marker.time_ms = tracker_clock_shifted(&part->clock, marker.time_ms);
         switch (kmq_lease_book_apply(&part->book, &marker, record->offset, time_ms)) {
         case KMQ_OK: part->n_read++; break;
@@ -150,7 +162,10 @@ void tracker_part_read(tracker *t, tracker_part *part)
     kafka_record records[RECORDS];
     bool lost = false;
     for (int pass = 0; pass < PASSES && part->hot && !lost; pass++) {
-        if (part->state == PART_NEW || part->state == PART_STOPPED || !part->records) { part->hot = false; return; }
+        if (part->state == PART_NEW || part->state == PART_STOPPED || !part->records) {
+            part->hot = false;
+            return;
+        }
         size_t n = kafka_queue_pop(part->records, records, RECORDS);
         if (n == 0) part->hot = false;
         for (size_t i = 0; i < n && part->state != PART_STOPPED; i++) {
@@ -160,7 +175,8 @@ void tracker_part_read(tracker *t, tracker_part *part)
                 lost = true;
                 break;
             } else if (records[i].error != KAFKA_RECORD_EOF) {
-                tracker_alarm(t, &part->alarm_ms, "marker_topic", part->queue->markers, part->partition, "cannot be read: %s",
+                tracker_alarm(t, &part->alarm_ms, "marker_topic", part->queue->markers, part->partition,
+                              "cannot be read: %s",
                               records[i].error_text ? records[i].error_text : kafka_error_name(records[i].error));
             }
         }
@@ -177,7 +193,10 @@ static bool decided(const tracker_part *part, int64_t now_ms, int64_t due_ms)
     return now_ms < part->decide_until_ms && due_ms <= part->decide_ms;
 }
 
-static bool answer_is_old(const tracker *t, const tracker_part *part) { return t->now_ms - part->asked_ms > ASK_FRESH_MS; }
+static bool answer_is_old(const tracker *t, const tracker_part *part)
+{
+    return t->now_ms - part->asked_ms > ASK_FRESH_MS;
+}
 
 void tracker_part_step(tracker *t, tracker_part *part)
 {
@@ -208,11 +227,16 @@ int64_t tracker_part_wait(const tracker *t, const tracker_part *part)
     if (part->barrier == BARRIER_WANTED && !part->asking) wait = part->barrier_retry_ms - t->now_ms;
     if (part->state == PART_READY && part->barrier == BARRIER_NONE) {
         int64_t due_ms = kmq_lease_book_next_due(&part->book);
-        if (!decided(part, t->now_ms, due_ms)) wait = tracker_clock_wait(&part->clock, due_ms, t->now_ms);
-        else wait = part->decide_until_ms - t->now_ms; /* what holds it up (reads, copies, the rate) has wake-ups of its own ... */
-        if (part->read_pause_ms > t->now_ms && part->read_pause_ms - t->now_ms < wait) wait = part->read_pause_ms - t->now_ms; /* ... but this */
+        if (!decided(part, t->now_ms, due_ms))
+            wait = tracker_clock_wait(&part->clock, due_ms, t->now_ms);
+        else
+            wait = part->decide_until_ms -
+                   t->now_ms; /* what holds it up (reads, copies, the rate) has wake-ups of its own ... */
+        if (part->read_pause_ms > t->now_ms && part->read_pause_ms - t->now_ms < wait)
+            wait = part->read_pause_ms - t->now_ms; /* ... but this */
     }
-    if (part->state == PART_READY && (part->n_held || !part->warm) && !part->asking && part->ask_ms - t->now_ms < wait) wait = part->ask_ms - t->now_ms;
+    if (part->state == PART_READY && (part->n_held || !part->warm) && !part->asking && part->ask_ms - t->now_ms < wait)
+        wait = part->ask_ms - t->now_ms;
     return wait < 0 ? 0 : wait;
 }
 
@@ -237,7 +261,8 @@ static void ask_run(helper_job *job, void *thread)
 static void answered(tracker *t, tracker_part *part, const kafka_partition *answer)
 {
     part->asking = false;
-    part->asked_ms = t->now_ms; /* a failed question too: what is known goes on, the rest is asked again after the pause */
+    part->asked_ms =
+        t->now_ms; /* a failed question too: what is known goes on, the rest is asked again after the pause */
     bool news = false;
     if (answer && answer->error == 0) {
         int64_t offset = answer->offset > 0 ? answer->offset : 0;
@@ -264,7 +289,8 @@ static void ask_done(helper_job *job, void *owner)
         tracker_part_put(ask->parts[i]);
     }
     if (ask->rc != KAFKA_OK)
-        tracker_alarm(t, &t->alarm_ms[ALARM_ASK], "group_commits", NULL, -1, "cannot read the commits of group %s: %s", t->config.group, ask->error.text);
+        tracker_alarm(t, &t->alarm_ms[ALARM_ASK], "group_commits", NULL, -1, "cannot read the commits of group %s: %s",
+                      t->config.group, ask->error.text);
     free(ask->partitions);
     free(ask);
 }
@@ -289,7 +315,8 @@ void tracker_commits_ask(tracker *t)
         if (!wants_answer(t, part)) continue;
         part->asking = true;
         tracker_part_keep(part);
-        ask->partitions[ask->n] = (kafka_partition){.topic = part->queue->topic, .partition = part->partition, .offset = -1001};
+        ask->partitions[ask->n] =
+            (kafka_partition){.topic = part->queue->topic, .partition = part->partition, .offset = -1001};
         ask->parts[ask->n++] = part;
     }
     t->asking_commits = true;
@@ -333,7 +360,8 @@ int64_t tracker_part_age_ms(const tracker_part *part, int64_t now_ms)
 
 static bool wants_commit(const tracker_part *part)
 {
-    return part->state == PART_READY && !part->gone && !part->committing && tracker_part_commit_value(part) > part->committed;
+    return part->state == PART_READY && !part->gone && !part->committing &&
+           tracker_part_commit_value(part) > part->committed;
 }
 
 static void commit_free(commit_record *commit)
@@ -351,7 +379,8 @@ void tracker_commits_send(tracker *t)
     commit->parts = tracker_alloc(n * sizeof *commit->parts);
     for (tracker_part *part = t->parts; part; part = part->next) {
         if (!wants_commit(part)) continue;
-        commit->partitions[commit->n] = (kafka_partition){.topic = part->queue->markers, .partition = part->partition, .offset = tracker_part_commit_value(part)};
+        commit->partitions[commit->n] = (kafka_partition){
+            .topic = part->queue->markers, .partition = part->partition, .offset = tracker_part_commit_value(part)};
         commit->parts[commit->n++] = part;
     }
     kafka_error err;
@@ -377,8 +406,10 @@ void tracker_commit_done(tracker *t, const kafka_event *event)
         tracker_part *part = commit->parts[i];
         int error = code ? code : i < event->n_partitions ? event->partitions[i].error : 0;
         part->committing = false;
-        if (error == 0) part->committed = commit->partitions[i].offset;
-        else code = error;
+        if (error == 0)
+            part->committed = commit->partitions[i].offset;
+        else
+            code = error;
         tracker_part_put(part);
     }
     /* A commit that a rebalance has overtaken is refused, as it should be: the next owner's counts. */

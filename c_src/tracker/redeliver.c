@@ -42,8 +42,10 @@ static void item_wait(tracker *t, tracker_item *item, tracker_waits *waits, int6
     tracker_wait *wait = tracker_alloc(sizeof *wait);
     *wait = (tracker_wait){.part = item->part, .offset = item->offset, .until_ms = until_ms};
     tracker_part_keep(item->part);
-    if (waits->last) waits->last->next = wait;
-    else waits->first = wait;
+    if (waits->last)
+        waits->last->next = wait;
+    else
+        waits->first = wait;
     waits->last = wait;
     waits->n++;
     item_free(t, item);
@@ -98,7 +100,8 @@ static void read_run(helper_job *job, void *thread)
 {
     read_job *read = (read_job *)(void *)job;
     kafka_reader *reader = tracker_reader(thread, &read->error);
-    read->rc = reader ? kafka_reader_read(reader, read->topic, read->partition, read->offsets, read->n_offsets, TRACKER_READ_MS, read_each, read, &read->error)
+    read->rc = reader ? kafka_reader_read(reader, read->topic, read->partition, read->offsets, read->n_offsets,
+                                          TRACKER_READ_MS, read_each, read, &read->error)
                       : KAFKA_EKAFKA;
 }
 
@@ -119,11 +122,14 @@ static void plan(tracker *t, tracker_item *item, bool stale)
         item_free(t, item);
         return;
     }
-    item->fate = tracker_decide(item->payload->headers, item->payload->n_headers, t->config.count_header, t->config.max_redeliveries, item->cause, item->flags);
+    item->fate = tracker_decide(item->payload->headers, item->payload->n_headers, t->config.count_header,
+                                t->config.max_redeliveries, item->cause, item->flags);
     tracker_target *target = item->target = item->fate.dead ? &part->queue->dead_letters : &part->queue->copies;
     item->next = NULL;
-    if (target->planned_last) target->planned_last->next = item;
-    else target->planned_first = item;
+    if (target->planned_last)
+        target->planned_last->next = item;
+    else
+        target->planned_first = item;
     target->planned_last = item;
 }
 
@@ -139,12 +145,15 @@ static void read_done(helper_job *job, void *owner)
         known += read->items[i]->known;
         if (read->items[i]->payload) t->active_bytes += read->items[i]->payload->bytes;
     }
-    if (read->bytes >= TRACKER_BATCH_BYTES) part->batch = known > 1 ? known : 1;
-    else if (part->batch < TRACKER_BATCH) part->batch = part->batch * 2 < TRACKER_BATCH ? part->batch * 2 : TRACKER_BATCH;
+    if (read->bytes >= TRACKER_BATCH_BYTES)
+        part->batch = known > 1 ? known : 1;
+    else if (part->batch < TRACKER_BATCH)
+        part->batch = part->batch * 2 < TRACKER_BATCH ? part->batch * 2 : TRACKER_BATCH;
     part->suspect = read->rc != KAFKA_OK;
     if (part->suspect) {
         part->read_pause_ms = t->now_ms + SUSPECT_PAUSE_MS;
-        tracker_alarm(t, &t->alarm_ms[ALARM_READ], "read", read->topic, read->partition, "cannot be read, tried again: %s", read->error.text);
+        tracker_alarm(t, &t->alarm_ms[ALARM_READ], "read", read->topic, read->partition,
+                      "cannot be read, tried again: %s", read->error.text);
     }
     for (size_t i = 0; i < read->n; i++) plan(t, read->items[i], read->given_ms < t->woken_ms);
     tracker_part_put(part);
@@ -193,7 +202,9 @@ static bool take(tracker *t, tracker_part *part)
 {
     kmq_due due[TRACKER_BATCH];
     size_t want = part->batch, below = 0;
-    if (part->n_reads >= PART_READS || t->n_reads >= TRACKER_READS || t->active_bytes >= TRACKER_ACTIVE_BYTES || t->now_ms < part->read_pause_ms) return false;
+    if (part->n_reads >= PART_READS || t->n_reads >= TRACKER_READS || t->active_bytes >= TRACKER_ACTIVE_BYTES ||
+        t->now_ms < part->read_pause_ms)
+        return false;
     if (part->n_active >= TRACKER_PART_ACTIVE || t->n_active >= TRACKER_ACTIVE) return false;
     if (want > TRACKER_PART_ACTIVE - part->n_active) want = TRACKER_PART_ACTIVE - part->n_active;
     if (want > TRACKER_ACTIVE - t->n_active) want = TRACKER_ACTIVE - t->n_active;
@@ -274,7 +285,9 @@ static void target_run(helper_job *job, void *thread)
     target_job *ask = (target_job *)(void *)job;
     int replication;
     kafka_admin *admin = tracker_group_admin(thread, &ask->error);
-    ask->rc = admin ? kafka_admin_partitions(admin, ask->topic, TRACKER_ASK_MS, &ask->n_partitions, &replication, &ask->error) : KAFKA_EKAFKA;
+    ask->rc =
+        admin ? kafka_admin_partitions(admin, ask->topic, TRACKER_ASK_MS, &ask->n_partitions, &replication, &ask->error)
+              : KAFKA_EKAFKA;
 }
 
 static void target_done(helper_job *job, void *owner)
@@ -294,7 +307,8 @@ static void target_done(helper_job *job, void *owner)
     if (target->state == TARGET_OPEN) {
         waits_release(&target->waits, INT64_MAX);
     } else if (target->waits.n) {
-        tracker_alarm(t, &target->alarm_ms, target->dead ? "dead_letter_topic" : "copy_topic", target->topic, -1, "%s; %zu messages wait for it",
+        tracker_alarm(t, &target->alarm_ms, target->dead ? "dead_letter_topic" : "copy_topic", target->topic, -1,
+                      "%s; %zu messages wait for it",
                       ask->rc == KAFKA_OK ? "does not exist: create it" : ask->error.text, target->waits.n);
     }
     free(ask);
@@ -327,7 +341,8 @@ static bool target_send(tracker *t, tracker_target *target)
     while (target->planned_first) {
         tracker_item *item = target->planned_first;
         bool ours = !item->part->gone && t->mode == MODE_RUNNING;
-        if (ours && target->state == TARGET_OPEN && t->now_ms < target->solo_until_ms && target->in_flight > 0) return true;
+        if (ours && target->state == TARGET_OPEN && t->now_ms < target->solo_until_ms && target->in_flight > 0)
+            return true;
         if (ours && target->state == TARGET_OPEN && !t->producer) return false;
         target->planned_first = item->next;
         if (!target->planned_first) target->planned_last = NULL;
@@ -336,7 +351,8 @@ static bool target_send(tracker *t, tracker_target *target)
         } else if (target->state != TARGET_OPEN || (!target->dead && item->part->partition >= target->n_partitions)) {
             if (target->state == TARGET_OPEN) {
                 target->state = TARGET_UNKNOWN; /* it may have grown */
-                tracker_alarm(t, &target->alarm_ms, "copy_topic", target->topic, item->part->partition, "has only %d partitions", target->n_partitions);
+                tracker_alarm(t, &target->alarm_ms, "copy_topic", target->topic, item->part->partition,
+                              "has only %d partitions", target->n_partitions);
             }
             item_wait(t, item, &target->waits, INT64_MAX);
         } else if (!tracker_copy_send(t, item)) {
@@ -358,7 +374,8 @@ void tracker_redeliver_step(tracker *t)
             tracker_target *target = targets[k];
             if (!target_send(t, target)) return;
             bool asks = target->state == TARGET_UNKNOWN || target->state == TARGET_MISSING;
-            if (asks && target->waits.n && t->now_ms >= target->ask_ms && t->mode == MODE_RUNNING) tracker_targets_ask(t, target);
+            if (asks && target->waits.n && t->now_ms >= target->ask_ms && t->mode == MODE_RUNNING)
+                tracker_targets_ask(t, target);
         }
     }
 }
@@ -405,8 +422,10 @@ void tracker_copy_done(tracker *t, tracker_item *item, int64_t copy_offset)
     size_t cause = item->cause < TRACKER_CAUSES - 1 ? item->cause : TRACKER_CAUSES - 1;
     int64_t lateness_ms = tracker_clock_estimate(&part->clock, t->now_ms) - item->due_ms;
     add(item->fate.dead ? &part->dead_lettered[cause] : &part->redelivered[cause], lateness_ms);
-    if (item->fate.dead) t->n_dead_lettered++;
-    else t->n_redelivered++;
+    if (item->fate.dead)
+        t->n_dead_lettered++;
+    else
+        t->n_redelivered++;
     tracker_end_add(t, part, item->offset, item->fate.dead ? KMQ_END_DEAD_LETTERED : KMQ_END_REDELIVERED, copy_offset);
     item_free(t, item);
 }
@@ -430,9 +449,11 @@ void tracker_copy_failed(tracker *t, tracker_item *item, int error)
             return;
         }
         tracker_alarm(t, &target->alarm_ms, "too_large", target->topic, item->part->partition,
-                      "a copy of %s/%d/%lld is larger than the topic takes; it waits", item->part->queue->topic, item->part->partition, (long long)item->offset);
+                      "a copy of %s/%d/%lld is larger than the topic takes; it waits", item->part->queue->topic,
+                      item->part->partition, (long long)item->offset);
     } else if (strncmp(name, "_PURGE", 6) != 0) {
-        tracker_alarm(t, &target->alarm_ms, "copy", target->topic, item->part->partition, "not written, tried again: %s", name);
+        tracker_alarm(t, &target->alarm_ms, "copy", target->topic, item->part->partition,
+                      "not written, tried again: %s", name);
     }
     item_wait(t, item, &t->pauses, t->now_ms + TRACKER_PAUSE_MS);
 }
@@ -443,7 +464,8 @@ static void sum_tell(tracker *t, tracker_part *part, const char *event, tracker_
 {
     if (sum->count == 0) return;
     tracker_part_event(t, event, part, 5);
-    tracker_pair_atom(&t->scratch, "cause", tracker_cause_name(cause == TRACKER_CAUSES - 1 ? KMQ_RETRY_CRASH : (uint8_t)cause));
+    tracker_pair_atom(&t->scratch, "cause",
+                      tracker_cause_name(cause == TRACKER_CAUSES - 1 ? KMQ_RETRY_CRASH : (uint8_t)cause));
     tracker_pair_int(&t->scratch, "count", sum->count);
     tracker_pair_int(&t->scratch, "lateness_ms", sum->lateness_ms / sum->count);
     tracker_pair_int(&t->scratch, "lateness_max_ms", sum->lateness_max_ms);

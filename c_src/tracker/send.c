@@ -54,10 +54,12 @@ void tracker_clock_send(tracker *t, tracker_part *part)
     kmq_marker_encode_key(key, part->partition, -1);
     clock_record *record = tracker_alloc(sizeof *record);
     *record = (clock_record){.part = part, .id = id};
-    int rc = kafka_producer_send(t->producer, part->queue->markers_out, part->partition, key, sizeof key, bytes, (size_t)n, NULL, 0, 0, record, &err);
+    int rc = kafka_producer_send(t->producer, part->queue->markers_out, part->partition, key, sizeof key, bytes,
+                                 (size_t)n, NULL, 0, 0, record, &err);
     if (rc != KAFKA_OK) {
         free(record);
-        if (rc != KAFKA_EFULL) tracker_alarm(t, &part->alarm_ms, "clock", part->queue->markers, part->partition, "%s", err.text);
+        if (rc != KAFKA_EFULL)
+            tracker_alarm(t, &part->alarm_ms, "clock", part->queue->markers, part->partition, "%s", err.text);
         return; /* tried again by tracker_part_step */
     }
     ring_add(t, &record->send, TRACKER_SEND_CLOCK);
@@ -74,7 +76,8 @@ static void clock_report(tracker *t, clock_record *record, int error, int64_t of
     if (error && part->barrier == BARRIER_SENT && part->clock_id == record->id) {
         part->barrier = BARRIER_WANTED;
         part->barrier_retry_ms = t->now_ms + TRACKER_END_PAUSE_MS;
-        tracker_alarm(t, &part->alarm_ms, "clock", part->queue->markers, part->partition, "not written: %s", kafka_error_name(error));
+        tracker_alarm(t, &part->alarm_ms, "clock", part->queue->markers, part->partition, "not written: %s",
+                      kafka_error_name(error));
     }
     tracker_part_put(part);
     free(record);
@@ -86,8 +89,10 @@ static void end_wait(tracker *t, tracker_end_record *record, int64_t until_ms)
 {
     record->next = NULL;
     record->until_ms = until_ms;
-    if (t->ends_last) t->ends_last->next = record;
-    else t->ends_first = record;
+    if (t->ends_last)
+        t->ends_last->next = record;
+    else
+        t->ends_first = record;
     t->ends_last = record;
 }
 
@@ -95,8 +100,8 @@ static void end_wait(tracker *t, tracker_end_record *record, int64_t until_ms)
 static bool end_send(tracker *t, tracker_end_record *record)
 {
     if (!t->producer) return false;
-    int rc = kafka_producer_send(t->producer, record->queue->markers_out, record->partition, record->key, sizeof record->key, record->bytes, record->n,
-                                 NULL, 0, 0, record, NULL);
+    int rc = kafka_producer_send(t->producer, record->queue->markers_out, record->partition, record->key,
+                                 sizeof record->key, record->bytes, record->n, NULL, 0, 0, record, NULL);
     if (rc != KAFKA_OK) return false;
     ring_add(t, &record->send, TRACKER_SEND_END);
     return true;
@@ -111,14 +116,17 @@ static void end_new(tracker *t, const tracker_part *part, int64_t key_offset, co
     record->n = n;
     memcpy(record->bytes, bytes, n);
     t->n_ends++;
-    if (KMQ_FAILPOINT("copy_end")) end_wait(t, record, t->now_ms + TRACKER_END_PAUSE_MS);
-    else if (!end_send(t, record)) end_wait(t, record, t->now_ms);
+    if (KMQ_FAILPOINT("copy_end"))
+        end_wait(t, record, t->now_ms + TRACKER_END_PAUSE_MS);
+    else if (!end_send(t, record))
+        end_wait(t, record, t->now_ms);
 }
 
 static void end_report(tracker *t, tracker_end_record *record, int error)
 {
     if (error) {
-        tracker_alarm(t, &t->alarm_ms[ALARM_PRODUCER], "end", record->queue->markers, record->partition, "not written, sent again: %s", kafka_error_name(error));
+        tracker_alarm(t, &t->alarm_ms[ALARM_PRODUCER], "end", record->queue->markers, record->partition,
+                      "not written, sent again: %s", kafka_error_name(error));
         end_wait(t, record, t->now_ms + TRACKER_END_PAUSE_MS);
         return;
     }
@@ -154,7 +162,8 @@ static size_t range_record(tracker *t, tracker_part *part, const tracker_end *en
         }
     }
     kmq_marker_tlv tlv = {.copy_offset = ends[0].copy_offset, .has_copy_offset = ends[0].copy_offset >= 0};
-    int len = kmq_marker_encode(bytes, sizeof bytes, &part->queue->scope, KMQ_MARKER_END, ranges, n_ranges, 0, ends[0].cause, 0, &tlv, &used);
+    int len = kmq_marker_encode(bytes, sizeof bytes, &part->queue->scope, KMQ_MARKER_END, ranges, n_ranges, 0,
+                                ends[0].cause, 0, &tlv, &used);
     if (len < 0 || used == 0) abort(); /* a thousand ranges fit */
     end_new(t, part, -1, bytes, (size_t)len);
     size_t done = 0;
@@ -233,14 +242,22 @@ bool tracker_copy_send(tracker *t, tracker_item *item)
     size_t n = item->payload->n_headers;
     if (n > 64) headers = many = tracker_alloc((n + TRACKER_OWN_HEADERS) * sizeof *many);
     tracker_stamp stamp;
-    tracker_source source = {.topic = part->queue->topic, .partition = part->partition, .offset = item->offset,
-                             .timestamp_ms = item->payload->timestamp_ms, .group = t->config.group, .count_header = t->config.count_header,
-                             .cause = item->cause, .flags = item->flags, .text = item->text, .text_len = item->text_len};
+    tracker_source source = {.topic = part->queue->topic,
+                             .partition = part->partition,
+                             .offset = item->offset,
+                             .timestamp_ms = item->payload->timestamp_ms,
+                             .group = t->config.group,
+                             .count_header = t->config.count_header,
+                             .cause = item->cause,
+                             .flags = item->flags,
+                             .text = item->text,
+                             .text_len = item->text_len};
     n = tracker_rewrite(&source, &item->fate, item->payload->headers, n, headers, &stamp);
-    int32_t partition = target->dead && part->partition >= target->n_partitions ? part->partition % target->n_partitions : part->partition;
+    int32_t partition = target->dead && part->partition >= target->n_partitions ? part->partition % target->n_partitions
+                                                                                : part->partition;
     kafka_error err;
-    int rc = kafka_producer_send(t->producer, target->out, partition, item->payload->key, item->payload->key_len, item->payload->value,
-                                 item->payload->value_len, headers, n, 0, item, &err);
+    int rc = kafka_producer_send(t->producer, target->out, partition, item->payload->key, item->payload->key_len,
+                                 item->payload->value, item->payload->value_len, headers, n, 0, item, &err);
     free(many);
     if (rc == KAFKA_EFULL) return false;
     if (rc == KAFKA_OK) {
@@ -261,8 +278,10 @@ static void copy_report(tracker *t, tracker_item *item, int error, int64_t offse
 {
     t->n_copies--;
     item->target->in_flight--;
-    if (error) tracker_copy_failed(t, item, error);
-    else tracker_copy_done(t, item, offset);
+    if (error)
+        tracker_copy_failed(t, item, error);
+    else
+        tracker_copy_done(t, item, offset);
 }
 
 /* ------------------------------------------------------------------ the producer */
@@ -280,8 +299,11 @@ static void report(tracker *t, tracker_send *send, int error, int64_t offset)
 
 bool tracker_producer_open(tracker *t, kafka_error *err)
 {
-    static const kafka_property ours[] = {{"linger.ms", "1"}, {"message.max.bytes", "100000000"}, {"queue.buffering.max.messages", "100000"},
-                                          {"queue.buffering.max.kbytes", "65536"}, {"socket.nagle.disable", "true"}};
+    static const kafka_property ours[] = {{"linger.ms", "1"},
+                                          {"message.max.bytes", "100000000"},
+                                          {"queue.buffering.max.messages", "100000"},
+                                          {"queue.buffering.max.kbytes", "65536"},
+                                          {"socket.nagle.disable", "true"}};
     size_t n = sizeof ours / sizeof ours[0];
     kafka_property *props = tracker_alloc((n + t->config.n_props) * sizeof *props);
     memcpy(props, ours, sizeof ours);
@@ -298,7 +320,8 @@ bool tracker_producer_open(tracker *t, kafka_error *err)
         tracker_target *targets[] = {&queue->copies, &queue->dead_letters};
         queue->markers_out = kafka_producer_topic(t->producer, queue->markers, err);
         for (size_t k = 0; k < 2; k++)
-            targets[k]->out = targets[k]->state == TARGET_OPEN ? kafka_producer_topic(t->producer, targets[k]->topic, err) : NULL;
+            targets[k]->out =
+                targets[k]->state == TARGET_OPEN ? kafka_producer_topic(t->producer, targets[k]->topic, err) : NULL;
         if (!queue->markers_out) {
             kafka_producer_destroy(t->producer, NULL, NULL);
             t->producer = NULL;
@@ -338,7 +361,8 @@ void tracker_producer_step(tracker *t)
 {
     kafka_event event;
     kafka_error err;
-    if (t->queues && !t->producer && t->mode >= MODE_RUNNING && t->now_ms >= t->producer_retry_ms && !tracker_producer_open(t, &err)) {
+    if (t->queues && !t->producer && t->mode >= MODE_RUNNING && t->now_ms >= t->producer_retry_ms &&
+        !tracker_producer_open(t, &err)) {
         t->producer_retry_ms = t->now_ms + TRACKER_PAUSE_MS;
         tracker_error_event(t, &err);
     }
@@ -364,7 +388,8 @@ void tracker_producer_step(tracker *t)
 int64_t tracker_send_wait(const tracker *t)
 {
     if (t->more_reports) return 0;
-    if (t->queues && !t->producer && t->mode >= MODE_RUNNING) return t->producer_retry_ms > t->now_ms ? t->producer_retry_ms - t->now_ms : 0;
+    if (t->queues && !t->producer && t->mode >= MODE_RUNNING)
+        return t->producer_retry_ms > t->now_ms ? t->producer_retry_ms - t->now_ms : 0;
     if (!t->ends_first) return INT64_MAX;
     return t->ends_first->until_ms > t->now_ms ? t->ends_first->until_ms - t->now_ms : 0;
 }

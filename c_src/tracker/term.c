@@ -2,8 +2,22 @@
 #include "term.h"
 
 enum {
-    VERSION = 131, NEW_FLOAT = 70, SMALL_INTEGER = 97, INTEGER = 98, ATOM = 100, SMALL_TUPLE = 104, LARGE_TUPLE = 105, NIL = 106,
-    STRING = 107, LIST = 108, BINARY = 109, SMALL_BIG = 110, SMALL_ATOM = 115, MAP = 116, ATOM_UTF8 = 118, SMALL_ATOM_UTF8 = 119,
+    VERSION = 131,
+    NEW_FLOAT = 70,
+    SMALL_INTEGER = 97,
+    INTEGER = 98,
+    ATOM = 100,
+    SMALL_TUPLE = 104,
+    LARGE_TUPLE = 105,
+    NIL = 106,
+    STRING = 107,
+    LIST = 108,
+    BINARY = 109,
+    SMALL_BIG = 110,
+    SMALL_ATOM = 115,
+    MAP = 116,
+    ATOM_UTF8 = 118,
+    SMALL_ATOM_UTF8 = 119,
     ATOM_BYTES_MAX = 255 * 4
 };
 
@@ -18,10 +32,21 @@ static uint64_t big_endian(const uint8_t *p, size_t n)
 static int field_bytes(uint8_t tag)
 {
     switch (tag) {
-    case NIL: case SMALL_INTEGER: case INTEGER: case NEW_FLOAT: return 0;
-    case SMALL_TUPLE: case SMALL_BIG: case SMALL_ATOM: case SMALL_ATOM_UTF8: return 1;
-    case ATOM: case ATOM_UTF8: case STRING: return 2;
-    case LARGE_TUPLE: case LIST: case BINARY: case MAP: return 4;
+    case NIL:
+    case SMALL_INTEGER:
+    case INTEGER:
+    case NEW_FLOAT: return 0;
+    case SMALL_TUPLE:
+    case SMALL_BIG:
+    case SMALL_ATOM:
+    case SMALL_ATOM_UTF8: return 1;
+    case ATOM:
+    case ATOM_UTF8:
+    case STRING: return 2;
+    case LARGE_TUPLE:
+    case LIST:
+    case BINARY:
+    case MAP: return 4;
     default: return -1;
     }
 }
@@ -33,7 +58,10 @@ bool tracker_term_check(const uint8_t *bytes, size_t n)
     if (n < 2 || bytes[0] != VERSION) return false;
     open[depth++] = 1;
     while (depth > 0) {
-        if (open[depth - 1] == 0) { depth--; continue; }
+        if (open[depth - 1] == 0) {
+            depth--;
+            continue;
+        }
         open[depth - 1]--;
         if (at >= n) return false;
         uint8_t tag = bytes[at++];
@@ -50,12 +78,17 @@ bool tracker_term_check(const uint8_t *bytes, size_t n)
             if (length > 8) return false;
             body = length + 1;
             break;
-        case ATOM: case ATOM_UTF8: case SMALL_ATOM: case SMALL_ATOM_UTF8:
+        case ATOM:
+        case ATOM_UTF8:
+        case SMALL_ATOM:
+        case SMALL_ATOM_UTF8:
             if (length > ATOM_BYTES_MAX) return false;
             body = length;
             break;
-        case STRING: case BINARY: body = length; break;
-        case SMALL_TUPLE: case LARGE_TUPLE: inside = length; break;
+        case STRING:
+        case BINARY: body = length; break;
+        case SMALL_TUPLE:
+        case LARGE_TUPLE: inside = length; break;
         case LIST: inside = length + 1; break;
         case MAP: inside = length * 2; break;
         default: break;

@@ -91,7 +91,8 @@ typedef struct tracker_target {
     bool dead;      /* the dead letter topic: may have fewer partitions than Q */
     tracker_item *planned_first, *planned_last;
     size_t in_flight;
-    int64_t solo_until_ms; /* a batch was too large: until then one copy at a time, so that only the one that is too large waits */
+    int64_t
+        solo_until_ms; /* a batch was too large: until then one copy at a time, so that only the one that is too large waits */
     tracker_waits waits;
     int64_t alarm_ms;
 } tracker_target;
@@ -155,7 +156,7 @@ struct tracker_part {
 
     /* decisions: valid for what is due by decide_ms, until decide_until_ms of the monotonic clock */
     int64_t decide_ms, decide_until_ms;
-    int64_t below; /* the group's committed offset, proven by a barrier */
+    int64_t below;                                       /* the group's committed offset, proven by a barrier */
     int64_t asked_below, asked_ms, ask_ms, ask_pause_ms; /* last answer, when, not again before, pause that grows */
     bool asking, warm;
     int64_t *held; /* due, but at or above `below`: the group will fetch them itself; in flight in the book */
@@ -173,7 +174,9 @@ struct tracker_part {
     int64_t committed;
     bool committing;
 
-    struct tracker_mark { int64_t position, at_ms; } marks[64]; /* when what was read: the age of the oldest open marker */
+    struct tracker_mark {
+        int64_t position, at_ms;
+    } marks[64]; /* when what was read: the age of the oldest open marker */
     size_t n_marks;
     int64_t mark_ms, mark_every_ms;
 
@@ -201,7 +204,14 @@ struct tracker_item {
 
 /* Alarms that are about no part and no target; each is told at most every TRACKER_ALARM_MS. */
 typedef enum tracker_alarm_kind {
-    ALARM_TOKEN, ALARM_CHECK, ALARM_PRODUCER, ALARM_COMMIT, ALARM_ASSIGN, ALARM_READ, ALARM_ASK, ALARM_KINDS
+    ALARM_TOKEN,
+    ALARM_CHECK,
+    ALARM_PRODUCER,
+    ALARM_COMMIT,
+    ALARM_ASSIGN,
+    ALARM_READ,
+    ALARM_ASK,
+    ALARM_KINDS
 } tracker_alarm_kind;
 
 typedef enum tracker_mode {
@@ -245,7 +255,7 @@ struct tracker {
     bool checking;
 
     uint64_t instance; /* high bits random, low bits count CLOCKs */
-    void *threads[6]; /* what the helper threads keep: one that asks, five that read */
+    void *threads[6];  /* what the helper threads keep: one that asks, five that read */
     tracker_send sent; /* ring */
     size_t n_copies, n_ends;
     size_t n_active, active_bytes, n_reads;
@@ -273,8 +283,8 @@ void tracker_event_send(tracker *t); /* what was written into t->scratch */
 void tracker_part_event(tracker *t, const char *name, const tracker_part *part, int more_pairs);
 void tracker_part_lost(tracker *t, tracker_part *part); /* its position is not in the log any more: begins afresh */
 /* {event, alarm, #{reason, topic, partition, text}}; at most every TRACKER_ALARM_MS per last_ms. */
-void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char *topic, int32_t partition, const char *format, ...)
-    __attribute__((format(printf, 6, 7)));
+void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char *topic, int32_t partition,
+                   const char *format, ...) __attribute__((format(printf, 6, 7)));
 void tracker_error_event(tracker *t, const kafka_error *err);
 void tracker_log_event(tracker *t, int level, const char *text);
 
@@ -301,8 +311,9 @@ void tracker_part_read(tracker *t, tracker_part *part); /* bounded; hot stays tr
 void tracker_part_step(tracker *t, tracker_part *part); /* barrier and decision */
 int64_t tracker_part_wait(const tracker *t, const tracker_part *part);
 int64_t tracker_part_commit_value(const tracker_part *part);
-void tracker_part_mark(tracker_part *part, int64_t now_ms);               /* once a tick */
-int64_t tracker_part_age_ms(const tracker_part *part, int64_t now_ms); /* since the oldest open marker was read; 0 = none is open */
+void tracker_part_mark(tracker_part *part, int64_t now_ms); /* once a tick */
+int64_t tracker_part_age_ms(const tracker_part *part,
+                            int64_t now_ms); /* since the oldest open marker was read; 0 = none is open */
 void tracker_commits_send(tracker *t);
 void tracker_give_back(tracker_part *part, int64_t offset);
 void tracker_commit_done(tracker *t, const kafka_event *event);
@@ -311,9 +322,9 @@ void tracker_commits_ask(tracker *t); /* the group's commits, for parts that wan
 /* redeliver.c */
 void tracker_redeliver_take(tracker *t, tracker_part *part); /* what is due and decided, into reads */
 void tracker_reader_warm(tracker *t, const tracker_part *part);
-void tracker_redeliver_step(tracker *t);                     /* planned copies to the producer, pauses, targets */
+void tracker_redeliver_step(tracker *t); /* planned copies to the producer, pauses, targets */
 int64_t tracker_redeliver_wait(const tracker *t);
-void tracker_redeliver_drop(tracker *t);                     /* what is planned and what waits goes back to its book */
+void tracker_redeliver_drop(tracker *t); /* what is planned and what waits goes back to its book */
 void tracker_copy_done(tracker *t, tracker_item *item, int64_t copy_offset);
 void tracker_copy_failed(tracker *t, tracker_item *item, int error);
 void tracker_targets_ask(tracker *t, tracker_target *target); /* does it exist */

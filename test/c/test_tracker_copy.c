@@ -12,13 +12,20 @@
 
 static const char COUNT[] = "kmq-redelivery-count";
 
-static kafka_header text(const char *name, const char *value) { return (kafka_header){name, value, value ? strlen(value) : 0}; }
+static kafka_header text(const char *name, const char *value)
+{
+    return (kafka_header){name, value, value ? strlen(value) : 0};
+}
 
 static void a_lapsed_lease_counts_a_retry_says_for_itself(void **state)
 {
     (void)state;
     kafka_header two = {COUNT, "\2", 1};
-    static const struct { uint8_t cause, flags; bool dead; int32_t count; } cases[] = {
+    static const struct {
+        uint8_t cause, flags;
+        bool dead;
+        int32_t count;
+    } cases[] = {
         {KMQ_RETRY_CRASH, 0, false, 3},
         {KMQ_RETRY_FAILED, KMQ_FLAG_COUNTS, false, 3},
         {KMQ_RETRY_TIMEOUT, KMQ_FLAG_COUNTS, false, 3},
@@ -58,7 +65,12 @@ static void delivered_one_and_n_times(void **state)
 static void broken_counters_still_end(void **state)
 {
     (void)state;
-    const kafka_header broken[] = {{COUNT, NULL, 0}, {COUNT, "", 0}, {COUNT, "ab", 2}, {COUNT, "7", 1}, {COUNT, "\377", 1}, {COUNT, "123456789", 9},
+    const kafka_header broken[] = {{COUNT, NULL, 0},
+                                   {COUNT, "", 0},
+                                   {COUNT, "ab", 2},
+                                   {COUNT, "7", 1},
+                                   {COUNT, "\377", 1},
+                                   {COUNT, "123456789", 9},
                                    {COUNT, "\177\377\377\377", 4}};
     for (size_t i = 0; i < sizeof broken / sizeof broken[0]; i++) {
         uint8_t bytes[4];
@@ -78,8 +90,16 @@ static void broken_counters_still_end(void **state)
 
 static size_t rewrite(const kafka_header *in, size_t n, bool dead, kafka_header *out, tracker_stamp *stamp)
 {
-    tracker_source source = {.topic = "orders", .partition = 7, .offset = 123, .timestamp_ms = 456, .group = "shop", .count_header = COUNT,
-                             .cause = KMQ_RETRY_FAILED, .flags = KMQ_FLAG_COUNTS, .text = "boom", .text_len = 4};
+    tracker_source source = {.topic = "orders",
+                             .partition = 7,
+                             .offset = 123,
+                             .timestamp_ms = 456,
+                             .group = "shop",
+                             .count_header = COUNT,
+                             .cause = KMQ_RETRY_FAILED,
+                             .flags = KMQ_FLAG_COUNTS,
+                             .text = "boom",
+                             .text_len = 4};
     tracker_fate fate = {.dead = dead, .count = 2, .deliveries = 5};
     return tracker_rewrite(&source, &fate, in, n, out, stamp);
 }
@@ -94,8 +114,17 @@ static void is(const kafka_header *h, const char *name, const void *value, size_
 static void others_stay_ours_are_one_each(void **state)
 {
     (void)state;
-    const kafka_header in[] = {text("a", "1"), {COUNT, "\1", 1}, text("null", NULL), {"a", "\0x", 2}, text("kmq-cause", "crash"), text("kmq-due", "9"),
-                               text("kmq-deliveries", "4"), {COUNT, "\7", 1}, text("kmq-group", "other"), text("kmq-error", "old"), text("empty", "")};
+    const kafka_header in[] = {text("a", "1"),
+                               {COUNT, "\1", 1},
+                               text("null", NULL),
+                               {"a", "\0x", 2},
+                               text("kmq-cause", "crash"),
+                               text("kmq-due", "9"),
+                               text("kmq-deliveries", "4"),
+                               {COUNT, "\7", 1},
+                               text("kmq-group", "other"),
+                               text("kmq-error", "old"),
+                               text("empty", "")};
     kafka_header out[sizeof in / sizeof in[0] + TRACKER_OWN_HEADERS];
     tracker_stamp stamp;
     size_t n = rewrite(in, sizeof in / sizeof in[0], false, out, &stamp);
@@ -132,7 +161,12 @@ static void extreme_numbers_fit(void **state)
     char topic[250];
     memset(topic, 't', 249);
     topic[249] = 0;
-    tracker_source source = {.topic = topic, .partition = INT32_MIN, .offset = INT64_MIN, .timestamp_ms = INT64_MIN, .group = "g", .count_header = "c"};
+    tracker_source source = {.topic = topic,
+                             .partition = INT32_MIN,
+                             .offset = INT64_MIN,
+                             .timestamp_ms = INT64_MIN,
+                             .group = "g",
+                             .count_header = "c"};
     tracker_fate fate = {.count = INT32_MAX, .deliveries = INT64_MAX};
     kafka_header out[TRACKER_OWN_HEADERS];
     tracker_stamp stamp;

@@ -31,9 +31,15 @@ static void byte_by_byte(void **state)
         assert_int_equal(frame_in_read(&in), FRAME_OK);
         int rc;
         while ((rc = frame_in_next(&in, &body, &len)) == 1) {
-            if (frames == 0) { assert_int_equal(len, 3); assert_memory_equal(body, "abc", 3); }
+            if (frames == 0) {
+                assert_int_equal(len, 3);
+                assert_memory_equal(body, "abc", 3);
+            }
             if (frames == 1) assert_int_equal(len, 0);
-            if (frames == 2) { assert_int_equal(len, 1); assert_memory_equal(body, "z", 1); }
+            if (frames == 2) {
+                assert_int_equal(len, 1);
+                assert_memory_equal(body, "z", 1);
+            }
             frames++;
         }
         assert_int_equal(rc, 0);

@@ -35,9 +35,11 @@ static void a_jump_forward_expires_nobody(void **state)
 {
     (void)state;
     tracker_clock clock = caught_up();
-    assert_int_equal(tracker_clock_feed(&clock, T0 + 1000 + HOUR, 1000, TRACKER_NOT_OURS), T0 + 1000 + TRACKER_SLACK_MS);
+    assert_int_equal(tracker_clock_feed(&clock, T0 + 1000 + HOUR, 1000, TRACKER_NOT_OURS),
+                     T0 + 1000 + TRACKER_SLACK_MS);
     /* from here on the broker's new time is on the pace */
-    assert_int_equal(tracker_clock_feed(&clock, T0 + 2000 + HOUR, 2000, TRACKER_NOT_OURS), T0 + 2000 + TRACKER_SLACK_MS);
+    assert_int_equal(tracker_clock_feed(&clock, T0 + 2000 + HOUR, 2000, TRACKER_NOT_OURS),
+                     T0 + 2000 + TRACKER_SLACK_MS);
     assert_int_equal(tracker_clock_wait(&clock, T0 + 30000, 2000), 30000 - 2000 - TRACKER_SLACK_MS);
     /* what names an absolute time moves with it */
     assert_int_equal(tracker_clock_shifted(&clock, T0 + HOUR + 10000), T0 + 10000 + TRACKER_SLACK_MS);
@@ -64,7 +66,8 @@ static void a_fall_back_does_not_stop_time(void **state)
     assert_true(tracker_clock_wait(&clock, T0 + 30000, 60000) == 0);
     /* and that one, sent at 60 s and stamped an hour before, does */
     assert_int_equal(tracker_clock_feed(&clock, T0 + 60000 - HOUR, 60010, 60000), T0 + 60000 - TRACKER_SLACK_MS);
-    assert_int_equal(tracker_clock_feed(&clock, T0 + 61000 - HOUR, 61000, TRACKER_NOT_OURS), T0 + 61000 - TRACKER_SLACK_MS);
+    assert_int_equal(tracker_clock_feed(&clock, T0 + 61000 - HOUR, 61000, TRACKER_NOT_OURS),
+                     T0 + 61000 - TRACKER_SLACK_MS);
     /* one client's wrong stamp (CreateTime) leaves no lasting mark */
     clock = caught_up();
     tracker_clock_feed(&clock, T0 + 1000 + HOUR, 1000, TRACKER_NOT_OURS);
@@ -78,7 +81,7 @@ static void a_slow_clock_record_is_no_fall_back(void **state)
 {
     (void)state;
     tracker_clock clock = caught_up();
-    assert_int_equal(tracker_clock_feed(&clock, T0 + 1000, 90000, 1000), T0 + 1000); /* read late, sent at 1 s */
+    assert_int_equal(tracker_clock_feed(&clock, T0 + 1000, 90000, 1000), T0 + 1000);   /* read late, sent at 1 s */
     assert_int_equal(tracker_clock_feed(&clock, T0 + 91000, 91000, 2000), T0 + 91000); /* written late */
     assert_int_equal(clock.shift_ms, 0);
 }
@@ -108,7 +111,8 @@ static void the_rate_is_kept(void **state)
         tracker_rate rate;
         tracker_rate_init(&rate, rates[r], 0);
         size_t taken = 0;
-        for (int64_t now = 0; now <= 20000; now += 1 + tracker_rate_wait(&rate, now)) taken += tracker_rate_take(&rate, 1000, now);
+        for (int64_t now = 0; now <= 20000; now += 1 + tracker_rate_wait(&rate, now))
+            taken += tracker_rate_take(&rate, 1000, now);
         int64_t least = rates[r] * 20, most = rates[r] * 20 + rates[r] / 4 + 1;
         if ((int64_t)taken < least * 98 / 100 || (int64_t)taken > most) fail_msg("rate %d: %zu", (int)rates[r], taken);
     }
@@ -125,9 +129,12 @@ static void the_rate_is_kept(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(replay_takes_timestamps_as_they_are), cmocka_unit_test(a_jump_forward_expires_nobody),
-        cmocka_unit_test(many_small_steps_cannot_run_away),    cmocka_unit_test(a_fall_back_does_not_stop_time),
-        cmocka_unit_test(a_slow_clock_record_is_no_fall_back), cmocka_unit_test(wild_times_do_not_overflow),
+        cmocka_unit_test(replay_takes_timestamps_as_they_are),
+        cmocka_unit_test(a_jump_forward_expires_nobody),
+        cmocka_unit_test(many_small_steps_cannot_run_away),
+        cmocka_unit_test(a_fall_back_does_not_stop_time),
+        cmocka_unit_test(a_slow_clock_record_is_no_fall_back),
+        cmocka_unit_test(wild_times_do_not_overflow),
         cmocka_unit_test(the_rate_is_kept),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -75,7 +75,8 @@ static void send_bytes(peer *p, const void *bytes, size_t n)
 
 static void send_frame(peer *p, const ei_x_buff *x)
 {
-    uint8_t header[4] = {(uint8_t)(x->index >> 24), (uint8_t)(x->index >> 16), (uint8_t)(x->index >> 8), (uint8_t)x->index};
+    uint8_t header[4] = {(uint8_t)(x->index >> 24), (uint8_t)(x->index >> 16), (uint8_t)(x->index >> 8),
+                         (uint8_t)x->index};
     send_bytes(p, header, 4);
     send_bytes(p, x->buff, (size_t)x->index);
 }
@@ -237,17 +238,21 @@ static void byte_by_byte(void **state)
 static void malformed_input_ends_it(void **state)
 {
     (void)state;
-    static const struct { const char *bytes; size_t n; bool framed; } cases[] = {
-        {"\377\377\377\377", 4, true},            /* four gigabytes to come */
-        {"\1\0\0\1", 4, true},                    /* one byte above the cap */
-        {"", 0, false},                           /* an empty frame */
-        {"abcd", 4, false},                       /* not a term */
-        {"\203j", 2, false},                      /* a term that is no command */
-        {"\203h\3a\1d\0\4ping", 12, false},       /* cut short */
-        {"\203h\3a\0d\0\4pingj", 13, false},      /* id 0 */
-        {"\203h\3a\1d\0\4pingjj", 14, false},     /* something behind it */
+    static const struct {
+        const char *bytes;
+        size_t n;
+        bool framed;
+    } cases[] = {
+        {"\377\377\377\377", 4, true},              /* four gigabytes to come */
+        {"\1\0\0\1", 4, true},                      /* one byte above the cap */
+        {"", 0, false},                             /* an empty frame */
+        {"abcd", 4, false},                         /* not a term */
+        {"\203j", 2, false},                        /* a term that is no command */
+        {"\203h\3a\1d\0\4ping", 12, false},         /* cut short */
+        {"\203h\3a\0d\0\4pingj", 13, false},        /* id 0 */
+        {"\203h\3a\1d\0\4pingjj", 14, false},       /* something behind it */
         {"\203h\3m\0\0\0\1xd\0\4pingj", 17, false}, /* id is text */
-        {"\203h\3a\1m\0\0\0\4pingj", 15, false},  /* the command is text */
+        {"\203h\3a\1m\0\0\0\4pingj", 15, false},    /* the command is text */
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         peer p = ready();

@@ -11,7 +11,10 @@
 #include "command.h"
 #include "term.h"
 
-static void put_text(ei_x_buff *x, const char *text) { assert_int_equal(ei_x_encode_binary(x, text, (int)strlen(text)), 0); }
+static void put_text(ei_x_buff *x, const char *text)
+{
+    assert_int_equal(ei_x_encode_binary(x, text, (int)strlen(text)), 0);
+}
 
 static void pair(ei_x_buff *x, const char *key, const char *value)
 {
@@ -124,7 +127,8 @@ static void every_cut_and_every_flip_is_survived(void **state)
             seed = seed * 1664525u + 1013904223u;
             copy[(seed >> 8) % n] = (uint8_t)(seed >> 24);
         }
-        if (tracker_command_decode(copy, n, &command) == 0 && command.verb == TRACKER_CONFIGURE && !tracker_config_decode(&command, &config))
+        if (tracker_command_decode(copy, n, &command) == 0 && command.verb == TRACKER_CONFIGURE &&
+            !tracker_config_decode(&command, &config))
             tracker_config_free(&config);
         free(copy);
     }
@@ -153,14 +157,29 @@ static void nesting_is_bounded(void **state)
 static void lengths_that_lie_are_refused(void **state)
 {
     (void)state;
-    static const struct { uint8_t bytes[12]; size_t n; bool good; } cases[] = {
-        {{131, 106}, 2, true}, {{131}, 1, false}, {{130, 106}, 2, false}, {{131, 106, 106}, 3, false},
-        {{131, 109, 255, 255, 255, 255, 1}, 7, false}, {{131, 109, 0, 0, 0, 1, 1}, 7, true},
-        {{131, 108, 255, 255, 255, 255, 106}, 7, false}, {{131, 116, 255, 255, 255, 255, 106}, 7, false},
-        {{131, 105, 127, 255, 255, 255, 106}, 7, false}, {{131, 110, 8, 0, 1, 2, 3, 4, 5, 6, 7, 8}, 12, true},
-        {{131, 110, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8}, 12, false}, {{131, 119, 3, 'a', 'b'}, 5, false},
-        {{131, 100, 255, 255, 'a'}, 5, false}, {{131, 103, 1}, 3, false}, {{131, 77, 0, 0, 0, 1, 8, 1}, 8, false},
-        {{131, 97}, 2, false}, {{131, 98, 0, 0, 0}, 5, false}, {{131, 107, 0, 2, 1, 2}, 6, true},
+    static const struct {
+        uint8_t bytes[12];
+        size_t n;
+        bool good;
+    } cases[] = {
+        {{131, 106}, 2, true},
+        {{131}, 1, false},
+        {{130, 106}, 2, false},
+        {{131, 106, 106}, 3, false},
+        {{131, 109, 255, 255, 255, 255, 1}, 7, false},
+        {{131, 109, 0, 0, 0, 1, 1}, 7, true},
+        {{131, 108, 255, 255, 255, 255, 106}, 7, false},
+        {{131, 116, 255, 255, 255, 255, 106}, 7, false},
+        {{131, 105, 127, 255, 255, 255, 106}, 7, false},
+        {{131, 110, 8, 0, 1, 2, 3, 4, 5, 6, 7, 8}, 12, true},
+        {{131, 110, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8}, 12, false},
+        {{131, 119, 3, 'a', 'b'}, 5, false},
+        {{131, 100, 255, 255, 'a'}, 5, false},
+        {{131, 103, 1}, 3, false},
+        {{131, 77, 0, 0, 0, 1, 8, 1}, 8, false},
+        {{131, 97}, 2, false},
+        {{131, 98, 0, 0, 0}, 5, false},
+        {{131, 107, 0, 2, 1, 2}, 6, true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         uint8_t *copy = malloc(cases[i].n);
@@ -195,8 +214,8 @@ int main(void)
 {
     ei_init();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_configuration_is_read), cmocka_unit_test(every_cut_and_every_flip_is_survived),
-        cmocka_unit_test(nesting_is_bounded),      cmocka_unit_test(lengths_that_lie_are_refused),
+        cmocka_unit_test(a_configuration_is_read),  cmocka_unit_test(every_cut_and_every_flip_is_survived),
+        cmocka_unit_test(nesting_is_bounded),       cmocka_unit_test(lengths_that_lie_are_refused),
         cmocka_unit_test(a_hundred_thousand_atoms),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
