@@ -102,8 +102,14 @@ static part *new_part(engine *e, engine_topic *topic, int32_t partition, int64_t
 {
     part *p = enif_alloc(sizeof *p);
     if (!p) return NULL;
-    *p = (part){.topic = topic, .partition = partition, .position = position, .hot = true, .gate_offset = -1,
-                .gated = e->config.markers, .committed = committed, .sent = committed};
+    *p = (part){.topic = topic,
+                .partition = partition,
+                .position = position,
+                .hot = true,
+                .gate_offset = -1,
+                .gated = e->config.markers,
+                .committed = committed,
+                .sent = committed};
     p->retries_tail = &p->retries;
     store_init(&p->store);
     p->lock = enif_mutex_create((char *)(uintptr_t) "kmq:partition");
@@ -179,7 +185,8 @@ int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_
     int rc = kafka_consumer_assign(e->consumer, partitions, n, err);
     for (size_t i = 0; i < n && !rc; i++) {
         engine_topic *topic = find_topic(e, partitions[i].topic);
-        part *p = topic ? new_part(e, topic, partitions[i].partition, partitions[i].offset, has_commit[i] ? partitions[i].offset : -1)
+        part *p = topic ? new_part(e, topic, partitions[i].partition, partitions[i].offset,
+                                   has_commit[i] ? partitions[i].offset : -1)
                         : NULL;
         if (!p || !add_slot(e, p)) {
             if (p) free_part(p);
@@ -201,9 +208,9 @@ int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_
 }
 
 /* The partition begins again at `offset` (out of range, topic made anew): as a new assignment of it, with a slot of its own. */
-int engine_reset(engine *e, part *p, int64_t offset, kafka_error *err)
+int engine_reset(engine *e, part *p, int64_t offset, int64_t committed, kafka_error *err)
 {
-    part *fresh = new_part(e, p->topic, p->partition, offset, -1);
+    part *fresh = new_part(e, p->topic, p->partition, offset, committed);
     if (!fresh) return KAFKA_ENOMEM;
     if (!add_slot(e, fresh)) {
         free_part(fresh);
@@ -252,8 +259,10 @@ void engine_send_commit(engine *e, int64_t now)
         list[n++] = (kafka_partition){.topic = p->topic->name, .partition = p->partition, .offset = offset};
     }
     if (!n) return;
-    if (kafka_consumer_commit(e->consumer, list, n, NULL, NULL)) e->commit_due = now + COMMIT_PAUSE_MS;
-    else e->commit_in_flight = true;
+    if (kafka_consumer_commit(e->consumer, list, n, NULL, NULL))
+        e->commit_due = now + COMMIT_PAUSE_MS;
+    else
+        e->commit_in_flight = true;
 }
 
 static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
@@ -265,7 +274,8 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
         const kafka_partition *kp = &event->partitions[i];
         part *p = engine_find(e, kp->topic, kp->partition);
         if (kp->error) {
-            if (!failed) kafka_error_set(&err, kp->error, "%s-%d at %lld", kp->topic, (int)kp->partition, (long long)kp->offset);
+            if (!failed)
+                kafka_error_set(&err, kp->error, "%s-%d at %lld", kp->topic, (int)kp->partition, (long long)kp->offset);
             failed = true;
         } else if (p && !event->error.code && kp->offset >= 0) {
             if (p->committed < kp->offset) p->committed = kp->offset;
@@ -276,7 +286,8 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
         }
     }
     if (failed) {
-        *events = enif_make_list_cell(env, enif_make_tuple2(env, atoms.commit_failed, term_kafka_error(env, &err)), *events);
+        *events =
+            enif_make_list_cell(env, enif_make_tuple2(env, atoms.commit_failed, term_kafka_error(env, &err)), *events);
         e->commit_due = now + COMMIT_PAUSE_MS;
     } else if (e->commit_due == INT64_MAX) {
         e->commit_due = now + e->config.commit_interval_ms; /* the floor may have moved meanwhile */
@@ -289,7 +300,9 @@ static ERL_NIF_TERM partitions_term(ErlNifEnv *env, const kafka_partition *parti
     ERL_NIF_TERM list = enif_make_list(env, 0);
     for (size_t i = n; i-- > 0;)
         list = enif_make_list_cell(
-            env, enif_make_tuple2(env, term_text(env, partitions[i].topic), enif_make_int(env, partitions[i].partition)), list);
+            env,
+            enif_make_tuple2(env, term_text(env, partitions[i].topic), enif_make_int(env, partitions[i].partition)),
+            list);
     return list;
 }
 
@@ -307,8 +320,8 @@ static ERL_NIF_TERM active_term(const engine *e, ErlNifEnv *env)
 static void revoked(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
 {
     *events = enif_make_list_cell(env,
-                                  enif_make_tuple4(env, atoms.revoked, enif_make_uint64(env, e->epoch), active_term(e, env),
-                                                   e->lost ? atoms.true_ : atoms.false_),
+                                  enif_make_tuple4(env, atoms.revoked, enif_make_uint64(env, e->epoch),
+                                                   active_term(e, env), e->lost ? atoms.true_ : atoms.false_),
                                   *events);
     retire_all(e);
     kafka_consumer_unassign(e->consumer, NULL);
@@ -369,7 +382,8 @@ static void simple_event(engine *e, const kafka_event *event, ErlNifEnv *env, ER
     case KAFKA_EVENT_ERROR: add(env, events, atoms.error, term_kafka_error(env, &event->error)); break;
     case KAFKA_EVENT_LOG:
         *events = enif_make_list_cell(
-            env, enif_make_tuple3(env, atoms.log, enif_make_int(env, event->level), term_text(env, event->text)), *events);
+            env, enif_make_tuple3(env, atoms.log, enif_make_int(env, event->level), term_text(env, event->text)),
+            *events);
         break;
     case KAFKA_EVENT_STATS: add(env, events, atoms.stats, term_text(env, event->text)); break;
     case KAFKA_EVENT_TOKEN: add(env, events, atoms.token, term_text(env, event->text)); break;
@@ -387,7 +401,10 @@ static bool serve_queues(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_
         n++;
     }
     while (e->producer && n < 2 * CONTROL_EVENTS && kafka_producer_poll(e->producer, &event)) {
-        simple_event(e, &event, env, events, now);
+        if (event.type == KAFKA_EVENT_ERROR && event.error.fatal)
+            e->producer_broken = true; /* it is replaced: the consumer goes on */
+        else
+            simple_event(e, &event, env, events, now);
         kafka_event_free(&event);
         n++;
     }
@@ -398,10 +415,23 @@ static void out_of_range(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
 {
     for (size_t i = 0; i < e->n_active; i++) {
         part *p = e->active[i];
-        if (!p->broken) continue;
+        if (!p->broken || p->store.count) continue; /* what is fetched is handed out first */
         ERL_NIF_TERM event[] = {atoms.out_of_range, enif_make_int(env, p->slot), term_text(env, p->topic->name),
                                 enif_make_int(env, p->partition), enif_make_int64(env, p->position)};
         *events = enif_make_list_cell(env, enif_make_tuple_from_array(env, event, 5), *events);
+    }
+}
+
+static void restart_lame(engine *e, int64_t now)
+{
+    for (size_t i = 0; i < e->n_active && e->rebalance == REB_NONE && e->state == ENGINE_OPEN; i++) {
+        part *p = e->active[i];
+        if (!p->lame) continue;
+        enif_mutex_lock(p->lock);
+        int64_t floor = kmq_ledger_floor(&p->ledger);
+        enif_mutex_unlock(p->lock);
+        if (engine_reset(e, p, floor, p->sent, NULL))
+            engine_want_commit(e, now); /* looked at again with the next poll */
     }
 }
 
@@ -466,7 +496,8 @@ static void close_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
         }
         destroy_clients(e);
         e->state = ENGINE_CLOSED;
-        *events = enif_make_list_cell(env, enif_make_tuple2(env, atoms.closed, over ? atoms.timeout : atoms.ok), *events);
+        *events =
+            enif_make_list_cell(env, enif_make_tuple2(env, atoms.closed, over ? atoms.timeout : atoms.ok), *events);
     }
 }
 
@@ -517,9 +548,11 @@ static int64_t earliest(const engine *e, int64_t now)
     } while (0)
     if (!e->commit_in_flight) SOONER(e->commit_due);
     SOONER(e->flush_due);
-    if (atomic_load(&((engine *)(uintptr_t)e)->pending) && e->flush_due == INT64_MAX) SOONER(now + e->config.ack_flush_ms);
+    if (atomic_load(&((engine *)(uintptr_t)e)->pending) && e->flush_due == INT64_MAX)
+        SOONER(now + e->config.ack_flush_ms);
     if (e->config.markers) SOONER(e->renew_due);
-    if (e->rebalance == REB_SETTLE || e->rebalance == REB_COMMIT || e->state == ENGINE_CLOSING || e->flush_seq) SOONER(now + BUSY_MS);
+    if (e->rebalance == REB_SETTLE || e->rebalance == REB_COMMIT || e->state == ENGINE_CLOSING || e->flush_seq)
+        SOONER(now + BUSY_MS);
     for (int32_t i = e->first_slot; i < e->n_slots; i++) {
         part *p = e->slots[i];
         if (!p) continue;
@@ -566,6 +599,7 @@ int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_m
     close_on(e, env, events, now);
     note_broken(e, env, events, now);
     out_of_range(e, env, events);
+    restart_lame(e, now);
     reap(e);
     enif_make_reverse_list(env, *events, events);
 
