@@ -35,7 +35,6 @@ defmodule Kmq.CrashTest do
     for {point, untouched} <- [
           {"start_report=kill", true},
           {"start_handout=kill", true},
-          {"start_report=kill@5", false},
           {"start_handout=kill@5", false},
           {"handout_commit=kill@4", false},
           {"ack_end=kill", false}
@@ -170,6 +169,30 @@ defmodule Kmq.CrashTest do
       assert map_size(checker.failed) == 1_000
       assert Scene.dead(scene) == 0
       assert Scene.copies(scene, n) - 1_000 < 400
+    end
+
+    test "frozen until another has taken over, then let go on: repeats at most what was in flight" do
+      scene = Scene.new(tracker: :external, redelivery_rate: 200)
+      n = 2_000
+      Scene.publish(scene, 0..(n - 1))
+      first = Scene.vm(scene)
+      second = Scene.vm(scene)
+      :ok = VM.call(first, Worker, :start_tracker, [tracker_options(scene)])
+      :ok = Scene.work(scene, second, fail_every: 2)
+      eventually(fn -> Scene.copies(scene, n) > 100 end, 20_000)
+
+      [frozen] = trackers(first)
+      VM.signal(frozen, :stop)
+      copies = Scene.copies(scene, n)
+      :ok = VM.call(second, Worker, :start_tracker, [tracker_options(scene)])
+      eventually(fn -> Scene.copies(scene, n) > copies + 200 end, 20_000)
+      VM.signal(frozen, :cont)
+
+      checker = Scene.await_all(scene, n)
+      assert map_size(checker.failed) == 1_000
+      assert Scene.dead(scene) == 0
+      assert Scene.copies(scene, n) - 1_000 < 400
+      assert VM.os_alive?(frozen)
     end
   end
 

@@ -27,13 +27,13 @@ defmodule Kmq.Test.Checker do
           places: %{non_neg_integer => MapSet.t()}
         }
 
-  @doc "Publishes the numbers of a range, spread over the partitions."
-  @spec publish(String.t(), String.t(), Range.t()) :: :ok
-  def publish(hosts, topic, range) do
+  @doc "Publishes the numbers of a range, in turn to each of `partitions` partitions."
+  @spec publish(String.t(), String.t(), pos_integer, Range.t()) :: :ok
+  def publish(hosts, topic, partitions, range) do
     {:ok, publisher} = Kmq.Publisher.start_link(hosts: hosts)
 
     range
-    |> Stream.map(&{topic, Integer.to_string(&1)})
+    |> Stream.map(&{topic, Integer.to_string(&1), partition: rem(&1, partitions)})
     |> Stream.chunk_every(1_000)
     |> Enum.each(fn chunk -> {:ok, _} = Kmq.Publisher.publish_many(publisher, chunk) end)
 

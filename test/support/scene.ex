@@ -77,7 +77,8 @@ defmodule Kmq.Test.Scene do
   def dead_letters(scene), do: Kmq.Config.default_dead_letter_topic(scene.topic)
 
   @spec publish(t, Range.t()) :: :ok
-  def publish(scene, range), do: Checker.publish(scene.hosts, scene.topic, range)
+  def publish(scene, range),
+    do: Checker.publish(scene.hosts, scene.topic, scene.partitions, range)
 
   @doc "Another VM of this scene; see `Kmq.Test.VM.start/1`."
   @spec vm(t, keyword) :: VM.t()
@@ -156,8 +157,13 @@ defmodule Kmq.Test.Scene do
   def dead(scene), do: Checker.count(scene.hosts, dead_letters(scene), scene.partitions)
 
   @spec committed(t) :: %{non_neg_integer => integer}
-  def committed(scene),
-    do: Checker.committed(scene.hosts, scene.group, scene.topic, scene.partitions)
+  def committed(scene) do
+    # A coordinator that has just been started does not answer yet.
+    eventually(
+      fn -> Checker.committed(scene.hosts, scene.group, scene.topic, scene.partitions) end,
+      20_000
+    )
+  end
 
   @doc "Waits until the group has committed the end of every partition."
   @spec await_committed(t, pos_integer) :: true
