@@ -7,7 +7,7 @@
 #include "bench_core.h"
 #include "lease_book.h"
 
-enum { N = 10000000, BATCH = 1000, SLICE = 500, WINDOW = 100000 };
+enum { N = 10000000, BATCH = 1000, SLICE = 500, WINDOW_MAX = 100000 };
 
 static kmq_marker_scope scope;
 static kmq_lease_book book;
@@ -85,25 +85,25 @@ static void ranges(bool halves)
     kmq_lease_book_free(&book);
 }
 
-/* START in order, END in random order within a window of 100,000 open messages. */
-static void singles(void)
+/* START in order, END in random order within a window of open messages. */
+static void singles(int64_t n_window, const char *what)
 {
-    static int64_t window[WINDOW];
+    static int64_t window[WINDOW_MAX];
     uint64_t seed = 1;
     begin();
     double t = seconds();
     for (int64_t i = 0; i < N; i++) {
         one(KMQ_MARKER_START, i, 30000, i / 100);
-        if (i < WINDOW) {
+        if (i < n_window) {
             window[i] = i;
             continue;
         }
         seed = seed * 6364136223846793005u + 1442695040888963407u;
-        int64_t *slot = &window[(seed >> 33) % WINDOW];
+        int64_t *slot = &window[(seed >> 33) % (uint64_t)n_window];
         one(KMQ_MARKER_END, *slot, 0, i / 100);
         *slot = i;
     }
-    line("single markers: START + END, random, 100,000 open", seconds() - t, N);
+    line(what, seconds() - t, N);
     kmq_lease_book_free(&book);
 }
 
@@ -171,7 +171,8 @@ void bench_lease_book(void)
     kmq_marker_scope_init(&scope, "orders", 6, "workers", 7);
     ranges(false);
     ranges(true);
-    singles();
+    singles(2000, "single markers: START + END, random, 2,000 open");
+    singles(WINDOW_MAX, "single markers: START + END, random, 100,000 open");
     open_ranges();
     open_singles(false);
     open_singles(true);

@@ -321,33 +321,31 @@ static void replace_terms(kmq_lease_book *book, kmq_lease_path *path, const stru
     kmq_lease_tree_touched(&book->tree, path);
 }
 
-/* One run into a gap, or exactly over one lease. Takes one insert: nodes for it are reserved. */
-static bool open_plainly(kmq_lease_book *book, const struct part *part, const struct change *change)
+/* One run of a page into a gap, or exactly over one lease. Takes one insert: nodes for it are reserved. */
+static bool open_plainly(kmq_lease_book *book, const kmq_range *run, const struct change *change)
 {
     kmq_lease_path path;
-    if (part->n_runs != 1) return false;
-    if (kmq_lease_tree_seek(&book->tree, part->lo, &path)) {
+    if (kmq_lease_tree_seek(&book->tree, run->lo, &path)) {
         kmq_lease *lease = kmq_lease_tree_at(&book->tree, &path);
-        if (end_of(lease) > part->lo && lease->lo < part->hi) {
-            if (lease->lo != part->lo || end_of(lease) != part->hi || in_flight(lease)) return false;
+        int64_t end = end_of(lease);
+        if (end > run->lo && lease->lo < run->hi) {
+            if (lease->lo != run->lo || end != run->hi || in_flight(lease)) return false;
             replace_terms(book, &path, change);
             return true;
         }
-        if (lease->lo < part->lo) {
-            kmq_lease_path after = path;
-            if (kmq_lease_tree_next(&book->tree, &after) && kmq_lease_tree_at(&book->tree, &after)->lo < part->hi)
-                return false;
-            if (end_of(lease) == part->lo && lease->lo >= part->base && same_terms(lease, change)) {
-                lease->len = (uint16_t)(part->hi - lease->lo);
-                book->open += part->hi - part->lo;
+        if (lease->lo < run->lo) {
+            if (kmq_lease_tree_next_lo(&book->tree, &path) < run->hi) return false;
+            if (end == run->lo && lease->lo >= page_of(run->lo) && same_terms(lease, change)) {
+                lease->len = (uint16_t)(run->hi - lease->lo);
+                book->open += run->hi - run->lo;
                 return true;
             }
         }
     }
-    kmq_lease lease = {.lo = part->lo,
+    kmq_lease lease = {.lo = run->lo,
                        .due_ms = change->due_ms,
                        .marker = change->marker,
-                       .len = (uint16_t)(part->hi - part->lo),
+                       .len = (uint16_t)(run->hi - run->lo),
                        .cause = change->cause,
                        .flags = change->flags};
     kmq_lease_tree_insert(&book->tree, &path, &lease);
@@ -478,13 +476,12 @@ static bool neighbour_may_join(const kmq_lease_book *book, const kmq_lease_path 
 /* One lease at the most, wholly, without a new text. */
 static bool amend_plainly(kmq_lease_book *book, const struct part *part, const struct change *change)
 {
-    kmq_lease_path path, after;
+    kmq_lease_path path;
     struct left left;
     if (!find_from(book, part->lo, &path)) return true;
     kmq_lease *lease = kmq_lease_tree_at(&book->tree, &path);
     if (lease->lo >= part->hi) return true;
-    after = path;
-    if (kmq_lease_tree_next(&book->tree, &after) && kmq_lease_tree_at(&book->tree, &after)->lo < part->hi) return false;
+    if (kmq_lease_tree_next_lo(&book->tree, &path) < part->hi) return false;
     if (!concerns(change, lease->cause, lease->flags)) return true;
     left_of(book, lease, part, &left);
     if (left.n == open_of(book, lease)) return true; /* only holes were named */
@@ -514,7 +511,7 @@ static bool amend_plainly(kmq_lease_book *book, const struct part *part, const s
 static bool change_plainly(kmq_lease_book *book, const struct part *part, const struct change *change)
 {
     switch (change->deed) {
-    case OPEN: return open_plainly(book, part, change);
+    case OPEN: return part->n_runs == 1 && open_plainly(book, &(kmq_range){part->lo, part->hi}, change);
     case CLOSE: return close_plainly(book, part);
     case RENEW:
     case DELAY:
@@ -847,12 +844,10 @@ static void change_planned(kmq_lease_book *book, const struct part *part, const 
     release(book, &page);
 }
 
-/* The short way for most records of the :kmq format: the END of all that one lease has. false: nothing has changed. */
-static bool change_alone(kmq_lease_book *book, const struct feed *feed, const struct change *change)
+/* END of all that one lease has */
+static bool close_alone(kmq_lease_book *book, const kmq_range *run)
 {
     kmq_lease_path path;
-    const kmq_range *run = &feed->run;
-    if (change->deed != CLOSE || !feed->more || feed->cursor.form != 0 || feed->cursor.left != 0) return false;
     if (!kmq_lease_tree_seek(&book->tree, run->lo, &path)) return true;
     const kmq_lease *lease = kmq_lease_tree_at(&book->tree, &path);
     if (lease->lo != run->lo || end_of(lease) != run->hi) return false;
@@ -862,6 +857,18 @@ static bool change_alone(kmq_lease_book *book, const struct feed *feed, const st
     slot_free(book, lease->extra);
     kmq_lease_tree_remove(&book->tree, &path);
     return true;
+}
+
+/* The short way for most records of the :kmq format: one run, one page, one lease. false: nothing has changed. */
+static bool change_alone(kmq_lease_book *book, const struct feed *feed, const struct change *change)
+{
+    const kmq_range *run = &feed->run;
+    if (!feed->more || feed->cursor.form != 0 || feed->cursor.left != 0) return false;
+    if (run->hi > page_end(page_of(run->lo))) return false;
+    if (change->deed == CLOSE) return close_alone(book, run);
+    return change->deed == OPEN &&
+           kmq_lease_tree_reserve(&book->tree, kmq_lease_tree_nodes_for(&book->tree, 1)) == KMQ_OK &&
+           open_plainly(book, run, change);
 }
 
 static int change_set(kmq_lease_book *book, const kmq_marker_set *set, const struct change *change)
@@ -893,6 +900,7 @@ static bool too_large(const kmq_marker_set *set)
     kmq_marker_cursor cursor;
     kmq_range run;
     int64_t n = 0;
+    if (set->bytes == NULL) return false;
     kmq_marker_set_begin(set, &cursor);
     while (n <= KMQ_LEASE_SET_MAX && kmq_marker_set_next(&cursor, &run)) n = add_sat(n, run.hi - run.lo);
     return n > KMQ_LEASE_SET_MAX;

@@ -191,7 +191,7 @@ bool kmq_lease_tree_seek(const kmq_lease_tree *tree, int64_t offset, kmq_lease_p
     if (node == NULL) return false;
     for (int level = 0;; level++) {
         path->at[level].node = node;
-        warm(node);
+        if (node->leaf) warm(node);
         path->at[level].i = find(node, offset);
         if (node->leaf) return true;
         node = node->e[path->at[level].i].child;
@@ -247,6 +247,16 @@ bool kmq_lease_tree_next(const kmq_lease_tree *tree, kmq_lease_path *path)
         path->at[level + 1].i = 0;
     }
     return true;
+}
+
+int64_t kmq_lease_tree_next_lo(const kmq_lease_tree *tree, const kmq_lease_path *path)
+{
+    for (int level = tree->height - 1; level >= 0; level--) { /* an inner entry knows the first lo below it */
+        const kmq_lease_node *node = path->at[level].node;
+        uint32_t i = path->at[level].i + 1;
+        if (i < node->n) return node->e[i].lo;
+    }
+    return INT64_MAX;
 }
 
 bool kmq_lease_tree_prev(const kmq_lease_tree *tree, kmq_lease_path *path)

@@ -78,6 +78,8 @@ bool kmq_lease_tree_next_due(const kmq_lease_tree *tree, kmq_lease_path *path, i
 /* One lease on or back; false: there is none, path unchanged. */
 bool kmq_lease_tree_next(const kmq_lease_tree *tree, kmq_lease_path *path);
 bool kmq_lease_tree_prev(const kmq_lease_tree *tree, kmq_lease_path *path);
+/* lo of the lease after the path's; INT64_MAX: it is the last. */
+int64_t kmq_lease_tree_next_lo(const kmq_lease_tree *tree, const kmq_lease_path *path);
 /* The lease at the path. Who changes it in place calls touched before anything else looks at the tree, or moved if only lo
  * and len have changed; lo may only move within the gap around it. */
 kmq_lease *kmq_lease_tree_at(const kmq_lease_tree *tree, const kmq_lease_path *path);
