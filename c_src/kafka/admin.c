@@ -29,7 +29,8 @@ int kafka_admin_open(const kafka_property *props, size_t n_props, kafka_admin **
         return kafka_no_memory(err);
     }
     admin->reaper = reaper;
-    admin->rk = kafka_client_new(RD_KAFKA_CONSUMER, defaults, 2, props, n_props, forced, 2, kafka_common_events(props, n_props), err);
+    admin->rk = kafka_client_new(RD_KAFKA_CONSUMER, defaults, 2, props, n_props, forced, 2,
+                                 kafka_common_events(props, n_props), err);
     if (admin->rk == NULL) {
         free(reaper);
         free(admin);
@@ -51,7 +52,8 @@ void kafka_admin_destroy(kafka_admin *admin)
     free(admin);
 }
 
-int kafka_admin_set_token(kafka_admin *admin, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err)
+int kafka_admin_set_token(kafka_admin *admin, const char *token, int64_t lifetime_ms, const char *principal,
+                          kafka_error *err)
 {
     return kafka_set_token(admin->rk, token, lifetime_ms, principal, err);
 }
@@ -59,7 +61,8 @@ int kafka_admin_set_token(kafka_admin *admin, const char *token, int64_t lifetim
 /* ------------------------------------------------------------------ metadata */
 
 /* One topic's, or all (topic NULL). */
-static rd_kafka_resp_err_t metadata(kafka_admin *admin, const char *topic, int timeout_ms, const rd_kafka_metadata_t **out)
+static rd_kafka_resp_err_t metadata(kafka_admin *admin, const char *topic, int timeout_ms,
+                                    const rd_kafka_metadata_t **out)
 {
     rd_kafka_topic_t *rkt = topic == NULL ? NULL : rd_kafka_topic_new(admin->rk, topic, NULL);
     kafka_drop_events(admin->main);
@@ -79,7 +82,8 @@ int kafka_admin_cluster_id(kafka_admin *admin, char *buf, size_t cap, int timeou
     return KAFKA_OK;
 }
 
-int kafka_admin_partitions(kafka_admin *admin, const char *topic, int timeout_ms, int *n_partitions, int *replication, kafka_error *err)
+int kafka_admin_partitions(kafka_admin *admin, const char *topic, int timeout_ms, int *n_partitions, int *replication,
+                           kafka_error *err)
 {
     const rd_kafka_metadata_t *md;
     *n_partitions = *replication = 0;
@@ -95,13 +99,15 @@ int kafka_admin_partitions(kafka_admin *admin, const char *topic, int timeout_ms
     return kafka_fail(err, admin->rk, code, topic);
 }
 
-int kafka_admin_topics(kafka_admin *admin, int timeout_ms, void (*each)(void *ctx, const char *topic, int n_partitions), void *ctx, kafka_error *err)
+int kafka_admin_topics(kafka_admin *admin, int timeout_ms, void (*each)(void *ctx, const char *topic, int n_partitions),
+                       void *ctx, kafka_error *err)
 {
     const rd_kafka_metadata_t *md;
     rd_kafka_resp_err_t code = metadata(admin, NULL, timeout_ms, &md);
     if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return kafka_fail(err, admin->rk, code, "topics");
     for (int i = 0; i < md->topic_cnt; i++)
-        if (md->topics[i].err == RD_KAFKA_RESP_ERR_NO_ERROR) each(ctx, md->topics[i].topic, md->topics[i].partition_cnt);
+        if (md->topics[i].err == RD_KAFKA_RESP_ERR_NO_ERROR)
+            each(ctx, md->topics[i].topic, md->topics[i].partition_cnt);
     rd_kafka_metadata_destroy(md);
     return KAFKA_OK;
 }
@@ -114,7 +120,8 @@ int kafka_admin_committed(kafka_admin *admin, kafka_partition *partitions, size_
     size_t size = 0;
     kafka_drop_events(admin->main);
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n);
-    for (size_t i = 0; i < n; i++) rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition);
+    for (size_t i = 0; i < n; i++)
+        rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition);
     rd_kafka_resp_err_t code = rd_kafka_committed(admin->rk, list, timeout_ms);
     for (size_t i = 0; i < n; i++) size += list->elems[i].metadata_size + 1;
     char *at = realloc(admin->metadata, size == 0 ? 1 : size);
@@ -125,7 +132,9 @@ int kafka_admin_committed(kafka_admin *admin, kafka_partition *partitions, size_
     admin->metadata = at;
     for (size_t i = 0; i < n; i++) { /* the list keeps the order it was made in */
         const rd_kafka_topic_partition_t *from = &list->elems[i];
-        partitions[i].offset = code == RD_KAFKA_RESP_ERR_NO_ERROR && from->err == RD_KAFKA_RESP_ERR_NO_ERROR ? from->offset : RD_KAFKA_OFFSET_INVALID;
+        partitions[i].offset = code == RD_KAFKA_RESP_ERR_NO_ERROR && from->err == RD_KAFKA_RESP_ERR_NO_ERROR
+                                   ? from->offset
+                                   : RD_KAFKA_OFFSET_INVALID;
         partitions[i].error = code != RD_KAFKA_RESP_ERR_NO_ERROR ? code : from->err;
         partitions[i].metadata = NULL;
         if (from->metadata == NULL || from->metadata_size == 0) continue;
@@ -140,14 +149,16 @@ done:
     return result;
 }
 
-int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partition, int timeout_ms, int64_t *low, int64_t *high, kafka_error *err)
+int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partition, int timeout_ms, int64_t *low,
+                           int64_t *high, kafka_error *err)
 {
     kafka_drop_events(admin->main);
     rd_kafka_resp_err_t code = rd_kafka_query_watermark_offsets(admin->rk, topic, partition, low, high, timeout_ms);
     return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, admin->rk, code, topic);
 }
 
-int kafka_admin_offset_for_time(kafka_admin *admin, const char *topic, int32_t partition, int64_t timestamp_ms, int timeout_ms, int64_t *offset, kafka_error *err)
+int kafka_admin_offset_for_time(kafka_admin *admin, const char *topic, int32_t partition, int64_t timestamp_ms,
+                                int timeout_ms, int64_t *offset, kafka_error *err)
 {
     kafka_drop_events(admin->main);
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new(1);
@@ -163,8 +174,8 @@ int kafka_admin_offset_for_time(kafka_admin *admin, const char *topic, int32_t p
 /* ------------------------------------------------------------------ the admin API */
 
 /* Ready for one admin request: options with the time limits, or an error (sandbox, broker not reached). *left_ms: of the time. */
-static int request(kafka_admin *admin, rd_kafka_admin_op_t op, const char *what, int timeout_ms, int64_t *deadline_ms, rd_kafka_AdminOptions_t **options,
-                   kafka_error *err)
+static int request(kafka_admin *admin, rd_kafka_admin_op_t op, const char *what, int timeout_ms, int64_t *deadline_ms,
+                   rd_kafka_AdminOptions_t **options, kafka_error *err)
 {
     char id[64], why[128];
     *deadline_ms = kafka_now_ms() + timeout_ms;
@@ -177,13 +188,15 @@ static int request(kafka_admin *admin, rd_kafka_admin_op_t op, const char *what,
     if (left < 1) left = 1;
     *options = rd_kafka_AdminOptions_new(admin->rk, op);
     rd_kafka_AdminOptions_set_request_timeout(*options, left, why, sizeof why);
-    rd_kafka_AdminOptions_set_operation_timeout(*options, left, why, sizeof why); /* refused where the request has none */
+    rd_kafka_AdminOptions_set_operation_timeout(*options, left, why,
+                                                sizeof why); /* refused where the request has none */
     rd_kafka_AdminOptions_set_opaque(*options, (void *)++admin->request);
     return KAFKA_OK;
 }
 
 /* The answer to the latest request, to be destroyed; NULL = failed. Takes the options. */
-static rd_kafka_event_t *answer(kafka_admin *admin, rd_kafka_AdminOptions_t *options, const char *what, int64_t deadline_ms, kafka_error *err)
+static rd_kafka_event_t *answer(kafka_admin *admin, rd_kafka_AdminOptions_t *options, const char *what,
+                                int64_t deadline_ms, kafka_error *err)
 {
     rd_kafka_event_t *rkev;
     rd_kafka_AdminOptions_destroy(options);
@@ -203,7 +216,8 @@ static rd_kafka_event_t *answer(kafka_admin *admin, rd_kafka_AdminOptions_t *opt
 }
 
 /* The result of a request about one topic. Takes the event; NULL = failed already. */
-static int one_topic(rd_kafka_event_t *rkev, const rd_kafka_topic_result_t **results, size_t n, const char *what, kafka_error *err)
+static int one_topic(rd_kafka_event_t *rkev, const rd_kafka_topic_result_t **results, size_t n, const char *what,
+                     kafka_error *err)
 {
     int result = KAFKA_OK;
     if (rkev == NULL) return KAFKA_EKAFKA;
@@ -217,15 +231,16 @@ static int one_topic(rd_kafka_event_t *rkev, const rd_kafka_topic_result_t **res
     return result;
 }
 
-int kafka_admin_create_topic(kafka_admin *admin, const char *topic, int n_partitions, int replication, const kafka_property *config, size_t n_config,
-                             int timeout_ms, kafka_error *err)
+int kafka_admin_create_topic(kafka_admin *admin, const char *topic, int n_partitions, int replication,
+                             const kafka_property *config, size_t n_config, int timeout_ms, kafka_error *err)
 {
     rd_kafka_AdminOptions_t *options;
     int64_t deadline_ms;
     char why[256];
     size_t n = 0;
     const rd_kafka_topic_result_t **results = NULL;
-    if (request(admin, RD_KAFKA_ADMIN_OP_CREATETOPICS, topic, timeout_ms, &deadline_ms, &options, err) != KAFKA_OK) return KAFKA_EKAFKA;
+    if (request(admin, RD_KAFKA_ADMIN_OP_CREATETOPICS, topic, timeout_ms, &deadline_ms, &options, err) != KAFKA_OK)
+        return KAFKA_EKAFKA;
     rd_kafka_NewTopic_t *new_topic = rd_kafka_NewTopic_new(topic, n_partitions, replication, why, sizeof why);
     if (new_topic == NULL) {
         rd_kafka_AdminOptions_destroy(options);
@@ -240,14 +255,16 @@ int kafka_admin_create_topic(kafka_admin *admin, const char *topic, int n_partit
     return one_topic(rkev, results, n, topic, err);
 }
 
-int kafka_admin_create_partitions(kafka_admin *admin, const char *topic, int n_partitions, int timeout_ms, kafka_error *err)
+int kafka_admin_create_partitions(kafka_admin *admin, const char *topic, int n_partitions, int timeout_ms,
+                                  kafka_error *err)
 {
     rd_kafka_AdminOptions_t *options;
     int64_t deadline_ms;
     char why[256];
     size_t n = 0;
     const rd_kafka_topic_result_t **results = NULL;
-    if (request(admin, RD_KAFKA_ADMIN_OP_CREATEPARTITIONS, topic, timeout_ms, &deadline_ms, &options, err) != KAFKA_OK) return KAFKA_EKAFKA;
+    if (request(admin, RD_KAFKA_ADMIN_OP_CREATEPARTITIONS, topic, timeout_ms, &deadline_ms, &options, err) != KAFKA_OK)
+        return KAFKA_EKAFKA;
     rd_kafka_NewPartitions_t *more = rd_kafka_NewPartitions_new(topic, (size_t)n_partitions, why, sizeof why);
     if (more == NULL) {
         rd_kafka_AdminOptions_destroy(options);
@@ -257,7 +274,8 @@ int kafka_admin_create_partitions(kafka_admin *admin, const char *topic, int n_p
     rd_kafka_CreatePartitions(admin->rk, &more, 1, options, admin->result);
     rd_kafka_NewPartitions_destroy(more);
     rd_kafka_event_t *rkev = answer(admin, options, topic, deadline_ms, err);
-    if (rkev != NULL) results = rd_kafka_CreatePartitions_result_topics(rd_kafka_event_CreatePartitions_result(rkev), &n);
+    if (rkev != NULL)
+        results = rd_kafka_CreatePartitions_result_topics(rd_kafka_event_CreatePartitions_result(rkev), &n);
     return one_topic(rkev, results, n, topic, err);
 }
 
@@ -267,7 +285,8 @@ int kafka_admin_delete_topic(kafka_admin *admin, const char *topic, int timeout_
     int64_t deadline_ms;
     size_t n = 0;
     const rd_kafka_topic_result_t **results = NULL;
-    if (request(admin, RD_KAFKA_ADMIN_OP_DELETETOPICS, topic, timeout_ms, &deadline_ms, &options, err) != KAFKA_OK) return KAFKA_EKAFKA;
+    if (request(admin, RD_KAFKA_ADMIN_OP_DELETETOPICS, topic, timeout_ms, &deadline_ms, &options, err) != KAFKA_OK)
+        return KAFKA_EKAFKA;
     rd_kafka_DeleteTopic_t *gone = rd_kafka_DeleteTopic_new(topic);
     rd_kafka_DeleteTopics(admin->rk, &gone, 1, options, admin->result);
     rd_kafka_DeleteTopic_destroy(gone);
@@ -276,20 +295,22 @@ int kafka_admin_delete_topic(kafka_admin *admin, const char *topic, int timeout_
     return one_topic(rkev, results, n, topic, err);
 }
 
-int kafka_admin_topic_config(kafka_admin *admin, const char *topic, int timeout_ms, void (*each)(void *ctx, const char *name, const char *value), void *ctx,
-                             kafka_error *err)
+int kafka_admin_topic_config(kafka_admin *admin, const char *topic, int timeout_ms,
+                             void (*each)(void *ctx, const char *name, const char *value), void *ctx, kafka_error *err)
 {
     rd_kafka_AdminOptions_t *options;
     int64_t deadline_ms;
     size_t n = 0;
     int result = KAFKA_OK;
-    if (request(admin, RD_KAFKA_ADMIN_OP_DESCRIBECONFIGS, topic, timeout_ms, &deadline_ms, &options, err) != KAFKA_OK) return KAFKA_EKAFKA;
+    if (request(admin, RD_KAFKA_ADMIN_OP_DESCRIBECONFIGS, topic, timeout_ms, &deadline_ms, &options, err) != KAFKA_OK)
+        return KAFKA_EKAFKA;
     rd_kafka_ConfigResource_t *resource = rd_kafka_ConfigResource_new(RD_KAFKA_RESOURCE_TOPIC, topic);
     rd_kafka_DescribeConfigs(admin->rk, &resource, 1, options, admin->result);
     rd_kafka_ConfigResource_destroy(resource);
     rd_kafka_event_t *rkev = answer(admin, options, topic, deadline_ms, err);
     if (rkev == NULL) return KAFKA_EKAFKA;
-    const rd_kafka_ConfigResource_t **resources = rd_kafka_DescribeConfigs_result_resources(rd_kafka_event_DescribeConfigs_result(rkev), &n);
+    const rd_kafka_ConfigResource_t **resources =
+        rd_kafka_DescribeConfigs_result_resources(rd_kafka_event_DescribeConfigs_result(rkev), &n);
     rd_kafka_resp_err_t code = n == 1 ? rd_kafka_ConfigResource_error(resources[0]) : RD_KAFKA_RESP_ERR__BAD_MSG;
     if (code != RD_KAFKA_RESP_ERR_NO_ERROR) {
         const char *text = n == 1 ? rd_kafka_ConfigResource_error_string(resources[0]) : NULL;
@@ -298,17 +319,20 @@ int kafka_admin_topic_config(kafka_admin *admin, const char *topic, int timeout_
     } else {
         size_t n_entries;
         const rd_kafka_ConfigEntry_t **entries = rd_kafka_ConfigResource_configs(resources[0], &n_entries);
-        for (size_t i = 0; i < n_entries; i++) each(ctx, rd_kafka_ConfigEntry_name(entries[i]), rd_kafka_ConfigEntry_value(entries[i]));
+        for (size_t i = 0; i < n_entries; i++)
+            each(ctx, rd_kafka_ConfigEntry_name(entries[i]), rd_kafka_ConfigEntry_value(entries[i]));
     }
     rd_kafka_event_destroy(rkev);
     return result;
 }
 
-int kafka_admin_delete_records(kafka_admin *admin, const char *topic, int32_t partition, int64_t before, int timeout_ms, kafka_error *err)
+int kafka_admin_delete_records(kafka_admin *admin, const char *topic, int32_t partition, int64_t before, int timeout_ms,
+                               kafka_error *err)
 {
     rd_kafka_AdminOptions_t *options;
     int64_t deadline_ms;
-    if (request(admin, RD_KAFKA_ADMIN_OP_DELETERECORDS, topic, timeout_ms, &deadline_ms, &options, err) != KAFKA_OK) return KAFKA_EKAFKA;
+    if (request(admin, RD_KAFKA_ADMIN_OP_DELETERECORDS, topic, timeout_ms, &deadline_ms, &options, err) != KAFKA_OK)
+        return KAFKA_EKAFKA;
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new(1);
     rd_kafka_topic_partition_list_add(list, topic, partition)->offset = before;
     rd_kafka_DeleteRecords_t *records = rd_kafka_DeleteRecords_new(list);
@@ -317,8 +341,10 @@ int kafka_admin_delete_records(kafka_admin *admin, const char *topic, int32_t pa
     rd_kafka_DeleteRecords_destroy(records);
     rd_kafka_event_t *rkev = answer(admin, options, topic, deadline_ms, err);
     if (rkev == NULL) return KAFKA_EKAFKA;
-    const rd_kafka_topic_partition_list_t *results = rd_kafka_DeleteRecords_result_offsets(rd_kafka_event_DeleteRecords_result(rkev));
-    rd_kafka_resp_err_t code = results != NULL && results->cnt == 1 ? results->elems[0].err : RD_KAFKA_RESP_ERR__BAD_MSG;
+    const rd_kafka_topic_partition_list_t *results =
+        rd_kafka_DeleteRecords_result_offsets(rd_kafka_event_DeleteRecords_result(rkev));
+    rd_kafka_resp_err_t code =
+        results != NULL && results->cnt == 1 ? results->elems[0].err : RD_KAFKA_RESP_ERR__BAD_MSG;
     rd_kafka_event_destroy(rkev);
     return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, admin->rk, code, topic);
 }

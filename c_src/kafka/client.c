@@ -24,7 +24,8 @@ void kafka_wake_on(rd_kafka_queue_t *queue, kafka_wake *wake)
 
 void kafka_wake_off(rd_kafka_queue_t *queue)
 {
-    rd_kafka_queue_cb_event_enable(queue, NULL, NULL); /* takes the lock: no callback runs after it; frees an io event too */
+    rd_kafka_queue_cb_event_enable(queue, NULL,
+                                   NULL); /* takes the lock: no callback runs after it; frees an io event too */
 }
 
 const char *kafka_property_get(const kafka_property *props, size_t n_props, const char *name)
@@ -68,8 +69,8 @@ rd_kafka_t *kafka_client_new(rd_kafka_type_t type, const kafka_property *default
     static const kafka_property usual[] = {{"socket.nagle.disable", "true"}};
     char why[400];
     rd_kafka_conf_t *conf = rd_kafka_conf_new();
-    if (set(conf, usual, 1, err) != 0 || set(conf, defaults, n_defaults, err) != 0 || set(conf, props, n_props, err) != 0 ||
-        set(conf, forced, n_forced, err) != 0 || set(conf, ours, 2, err) != 0) {
+    if (set(conf, usual, 1, err) != 0 || set(conf, defaults, n_defaults, err) != 0 ||
+        set(conf, props, n_props, err) != 0 || set(conf, forced, n_forced, err) != 0 || set(conf, ours, 2, err) != 0) {
         rd_kafka_conf_destroy(conf);
         return NULL;
     }
@@ -112,7 +113,8 @@ int kafka_left_ms(int64_t deadline_ms)
     return left > 0 ? (int)left : 0;
 }
 
-rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int timeout_ms, const rd_kafka_metadata_t **out)
+rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int timeout_ms,
+                                   const rd_kafka_metadata_t **out)
 {
     int64_t deadline_ms = kafka_now_ms() + timeout_ms;
     rd_kafka_resp_err_t code;

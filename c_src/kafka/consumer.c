@@ -23,8 +23,8 @@ struct kafka_queue {
     rd_kafka_queue_t *rkqu;
     char *topic;
     int32_t partition;
-    int64_t start;  /* as assigned */
-    bool stopped;   /* an out-of-range has stopped its fetching: seek must start it afresh */
+    int64_t start; /* as assigned */
+    bool stopped;  /* an out-of-range has stopped its fetching: seek must start it afresh */
 };
 
 struct kafka_consumer {
@@ -38,11 +38,13 @@ struct kafka_consumer {
 
 /* ------------------------------------------------------------------ open */
 
-int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka_wake *control, const kafka_wake *records,
-                        kafka_consumer **out, kafka_error *err)
+int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka_wake *control,
+                        const kafka_wake *records, kafka_consumer **out, kafka_error *err)
 {
     /* a group.id is what makes librdkafka's assign() work at all: one without a group gets a name that is never joined */
-    static const kafka_property defaults[] = {{"group.id", "kmq-assign"}};
+    /* The time-out of a request is also how long the reaper waits when a commit is on its way to a broker that does not answer (and
+     * librdkafka's thread spins meanwhile): a minute by default. */
+    static const kafka_property defaults[] = {{"group.id", "kmq-assign"}, {"socket.timeout.ms", "10000"}};
     static const kafka_property forced[] = {{"enable.auto.commit", "false"}, {"enable.auto.offset.store", "false"}};
     static const kafka_wake none = {.fd = -1};
     int events = kafka_common_events(props, n_props) | RD_KAFKA_EVENT_REBALANCE | RD_KAFKA_EVENT_OFFSET_COMMIT;
@@ -56,7 +58,7 @@ int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka
     consumer->reaper = reaper;
     consumer->control_wake = control != NULL ? *control : none;
     consumer->records_wake = records != NULL ? *records : none;
-    consumer->rk = kafka_client_new(RD_KAFKA_CONSUMER, defaults, 1, props, n_props, forced, 2, events, err);
+    consumer->rk = kafka_client_new(RD_KAFKA_CONSUMER, defaults, 2, props, n_props, forced, 2, events, err);
     if (consumer->rk == NULL) {
         free(reaper);
         free(consumer);
@@ -118,7 +120,8 @@ static size_t position(const kafka_consumer *consumer, const char *topic, int32_
 kafka_queue *kafka_consumer_queue(kafka_consumer *consumer, const char *topic, int32_t partition)
 {
     size_t at = position(consumer, topic, partition);
-    return at < consumer->n_queues && compare(consumer->queues[at], topic, partition) == 0 ? consumer->queues[at] : NULL;
+    return at < consumer->n_queues && compare(consumer->queues[at], topic, partition) == 0 ? consumer->queues[at]
+                                                                                           : NULL;
 }
 
 static void queue_del(kafka_queue *queue)
@@ -172,7 +175,8 @@ static int queue_add(kafka_consumer *consumer, const kafka_partition *partition,
     if (queue->rkqu == NULL) {
         free(topic);
         free(queue);
-        kafka_error_set(err, RD_KAFKA_RESP_ERR__UNKNOWN_PARTITION, "no queue for %s/%d", partition->topic, (int)partition->partition);
+        kafka_error_set(err, RD_KAFKA_RESP_ERR__UNKNOWN_PARTITION, "no queue for %s/%d", partition->topic,
+                        (int)partition->partition);
         return KAFKA_EKAFKA;
     }
     rd_kafka_queue_forward(queue->rkqu, NULL);
@@ -186,14 +190,16 @@ static int queue_add(kafka_consumer *consumer, const kafka_partition *partition,
 /* What librdkafka is told to start at: an offset, its beginning or end, else the commit. */
 static int64_t start_of(int64_t offset)
 {
-    return offset >= 0 || offset == RD_KAFKA_OFFSET_BEGINNING || offset == RD_KAFKA_OFFSET_END ? offset : RD_KAFKA_OFFSET_STORED;
+    return offset >= 0 || offset == RD_KAFKA_OFFSET_BEGINNING || offset == RD_KAFKA_OFFSET_END ? offset
+                                                                                               : RD_KAFKA_OFFSET_STORED;
 }
 
 static rd_kafka_topic_partition_list_t *to_list(const kafka_partition *partitions, size_t n)
 {
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n);
     for (size_t i = 0; i < n; i++)
-        rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition)->offset = start_of(partitions[i].offset);
+        rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition)->offset =
+            start_of(partitions[i].offset);
     return list;
 }
 
@@ -239,7 +245,8 @@ int kafka_consumer_assign_add(kafka_consumer *consumer, const kafka_partition *p
     return result;
 }
 
-int kafka_consumer_assign_remove(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err)
+int kafka_consumer_assign_remove(kafka_consumer *consumer, const kafka_partition *partitions, size_t n,
+                                 kafka_error *err)
 {
     for (size_t i = 0; i < n; i++) queue_remove(consumer, partitions[i].topic, partitions[i].partition);
     rd_kafka_topic_partition_list_t *list = to_list(partitions, n);
@@ -263,7 +270,8 @@ void kafka_record_make(rd_kafka_message_t *message, kafka_record *record)
         record->error_text = rd_kafka_message_errstr(message);
         if (message->err == RD_KAFKA_RESP_ERR__PARTITION_EOF)
             record->error = KAFKA_RECORD_EOF;
-        else if (message->err == RD_KAFKA_RESP_ERR__AUTO_OFFSET_RESET || message->err == RD_KAFKA_RESP_ERR_OFFSET_OUT_OF_RANGE)
+        else if (message->err == RD_KAFKA_RESP_ERR__AUTO_OFFSET_RESET ||
+                 message->err == RD_KAFKA_RESP_ERR_OFFSET_OUT_OF_RANGE)
             record->error = KAFKA_RECORD_OUT_OF_RANGE;
         return;
     }
@@ -303,7 +311,9 @@ size_t kafka_record_headers(const kafka_record *record, kafka_header *out, size_
     rd_kafka_headers_t *headers;
     if (rd_kafka_message_headers(record->priv, &headers) != RD_KAFKA_RESP_ERR_NO_ERROR) return 0;
     for (size_t i = 0; i < max; i++)
-        if (rd_kafka_header_get_all(headers, i, &out[i].name, &out[i].value, &out[i].value_len) != RD_KAFKA_RESP_ERR_NO_ERROR) break;
+        if (rd_kafka_header_get_all(headers, i, &out[i].name, &out[i].value, &out[i].value_len) !=
+            RD_KAFKA_RESP_ERR_NO_ERROR)
+            break;
     return rd_kafka_header_cnt(headers);
 }
 
@@ -317,13 +327,15 @@ static bool metadata_ok(const char *metadata)
     return true;
 }
 
-int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque, kafka_error *err)
+int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque,
+                          kafka_error *err)
 {
     for (size_t i = 0; i < n; i++) {
         /* checked here: the broker refuses one, and librdkafka then reports the error for all of them */
         if (partitions[i].metadata != NULL && !metadata_ok(partitions[i].metadata)) {
-            kafka_error_set(err, RD_KAFKA_RESP_ERR_OFFSET_METADATA_TOO_LARGE, "commit of %s/%d: metadata must be ASCII, at most %d characters",
-                            partitions[i].topic, (int)partitions[i].partition, (int)METADATA_MAX);
+            kafka_error_set(err, RD_KAFKA_RESP_ERR_OFFSET_METADATA_TOO_LARGE,
+                            "commit of %s/%d: metadata must be ASCII, at most %d characters", partitions[i].topic,
+                            (int)partitions[i].partition, (int)METADATA_MAX);
             return KAFKA_EKAFKA;
         }
         if (partitions[i].offset < 0) {
@@ -335,7 +347,8 @@ int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *parti
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n);
     int result = KAFKA_OK;
     for (size_t i = 0; i < n; i++) {
-        rd_kafka_topic_partition_t *to = rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition);
+        rd_kafka_topic_partition_t *to =
+            rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition);
         to->offset = partitions[i].offset;
         if (partitions[i].metadata == NULL) continue;
         size_t len = strlen(partitions[i].metadata);
@@ -363,7 +376,8 @@ static int restart(kafka_consumer *consumer, kafka_queue *queue, int64_t offset,
         rd_kafka_topic_partition_list_t *one = rd_kafka_topic_partition_list_new(1);
         rd_kafka_topic_partition_list_add(one, queue->topic, queue->partition)->offset = offset;
         result = kafka_fail_object(err, consumer->rk, rd_kafka_incremental_unassign(consumer->rk, one), "seek");
-        if (result == KAFKA_OK) result = kafka_fail_object(err, consumer->rk, rd_kafka_incremental_assign(consumer->rk, one), "seek");
+        if (result == KAFKA_OK)
+            result = kafka_fail_object(err, consumer->rk, rd_kafka_incremental_assign(consumer->rk, one), "seek");
         rd_kafka_topic_partition_list_destroy(one);
     } else {
         rd_kafka_topic_partition_list_t *all = rd_kafka_topic_partition_list_new((int)consumer->n_queues);
@@ -388,29 +402,29 @@ static int restart(kafka_consumer *consumer, kafka_queue *queue, int64_t offset,
     return result;
 }
 
-int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t partition, int64_t offset, kafka_error *err)
+int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t partition, int64_t offset,
+                        kafka_error *err)
 {
     kafka_queue *queue = kafka_consumer_queue(consumer, topic, partition);
     if (queue == NULL) return kafka_fail(err, NULL, RD_KAFKA_RESP_ERR__STATE, "seek: not assigned");
     if (queue->stopped) return restart(consumer, queue, offset, err);
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new(1);
     rd_kafka_topic_partition_list_add(list, topic, partition)->offset = offset;
-    int result = kafka_fail_object(err, consumer->rk, rd_kafka_seek_partitions(consumer->rk, list, 0), "seek"); /* 0: does not wait */
+    int result = kafka_fail_object(err, consumer->rk, rd_kafka_seek_partitions(consumer->rk, list, 0),
+                                   "seek"); /* 0: does not wait */
     rd_kafka_topic_partition_list_destroy(list);
     return result;
 }
 
 /* ------------------------------------------------------------------ the rest */
 
-int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err)
+int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_t lifetime_ms, const char *principal,
+                             kafka_error *err)
 {
     return kafka_set_token(consumer->rk, token, lifetime_ms, principal, err);
 }
 
-bool kafka_consumer_lost(kafka_consumer *consumer)
-{
-    return rd_kafka_assignment_lost(consumer->rk) != 0;
-}
+bool kafka_consumer_lost(kafka_consumer *consumer) { return rd_kafka_assignment_lost(consumer->rk) != 0; }
 
 const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t cap)
 {
@@ -422,13 +436,11 @@ const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t
 
 int kafka_consumer_close_begin(kafka_consumer *consumer, kafka_error *err)
 {
-    return kafka_fail_object(err, consumer->rk, rd_kafka_consumer_close_queue(consumer->rk, consumer->control), "close");
+    return kafka_fail_object(err, consumer->rk, rd_kafka_consumer_close_queue(consumer->rk, consumer->control),
+                             "close");
 }
 
-bool kafka_consumer_closed(kafka_consumer *consumer)
-{
-    return rd_kafka_consumer_closed(consumer->rk) != 0;
-}
+bool kafka_consumer_closed(kafka_consumer *consumer) { return rd_kafka_consumer_closed(consumer->rk) != 0; }
 
 void kafka_consumer_destroy(kafka_consumer *consumer, void (*done)(void *ctx), void *ctx)
 {

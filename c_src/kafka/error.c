@@ -4,21 +4,22 @@
 #include <stdio.h>
 #include <string.h>
 
-const char *kafka_version(void)
-{
-    return rd_kafka_version_str();
-}
+const char *kafka_version(void) { return rd_kafka_version_str(); }
 
-int kafka_version_number(void)
-{
-    return rd_kafka_version();
-}
+int kafka_version_number(void) { return rd_kafka_version(); }
 
 const char *kafka_error_name(int code)
 {
     if (code == KAFKA_RECORD_EOF) return "_PARTITION_EOF";
     if (code == KAFKA_RECORD_OUT_OF_RANGE) return "OFFSET_OUT_OF_RANGE";
     return rd_kafka_err2name((rd_kafka_resp_err_t)code);
+}
+
+const char *kafka_error_text(int code)
+{
+    if (code == KAFKA_RECORD_EOF) return "end of partition";
+    if (code == KAFKA_RECORD_OUT_OF_RANGE) return "the offset is not in the partition (any more)";
+    return rd_kafka_err2str((rd_kafka_resp_err_t)code);
 }
 
 /* True: the same thing, done again later by the same client or by a new one, may well succeed. Broker codes follow the protocol's own
@@ -142,7 +143,8 @@ int kafka_fail_object(kafka_error *err, rd_kafka_t *rk, rd_kafka_error_t *error,
         bool is_fatal = rd_kafka_error_is_fatal(error) != 0, retriable = rd_kafka_error_is_retriable(error) != 0;
         kafka_fail(err, rk, rd_kafka_error_code(error), what);
         if (!err->fatal)
-            snprintf(err->text, sizeof err->text, "%s%s%s", what != NULL ? what : "", what != NULL ? ": " : "", rd_kafka_error_string(error));
+            snprintf(err->text, sizeof err->text, "%s%s%s", what != NULL ? what : "", what != NULL ? ": " : "",
+                     rd_kafka_error_string(error));
         err->fatal |= is_fatal;
         err->retriable = !err->fatal && (err->retriable || retriable);
     }

@@ -69,7 +69,8 @@ bool kafka_event_make(rd_kafka_t *rk, rd_kafka_event_t *rkev, kafka_event *event
     case RD_KAFKA_EVENT_OFFSET_COMMIT:
         event->type = KAFKA_EVENT_COMMIT;
         event->opaque = rd_kafka_event_opaque(rkev);
-        if (rd_kafka_event_error(rkev) != RD_KAFKA_RESP_ERR_NO_ERROR) kafka_error_made(&event->error, rk, rd_kafka_event_error(rkev), NULL);
+        if (rd_kafka_event_error(rkev) != RD_KAFKA_RESP_ERR_NO_ERROR)
+            kafka_error_made(&event->error, rk, rd_kafka_event_error(rkev), NULL);
         copied = copy(event, rd_kafka_event_topic_partition_list(rkev), NULL);
         break;
     case RD_KAFKA_EVENT_ERROR: copied = make_error(rk, rkev, event); break;

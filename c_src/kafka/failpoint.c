@@ -56,7 +56,8 @@ static void load(void)
     if (copy == NULL) return;
     for (char *item = strtok_r(copy, ",", &rest); item != NULL; item = strtok_r(NULL, ",", &rest)) {
         if (n_points == MAX_POINTS || !parse(item, &points[n_points])) {
-            fprintf(stderr, "KMQ_FAILPOINTS: not understood: %s\n", item); /* a test that silently tests nothing is worse */
+            fprintf(stderr, "KMQ_FAILPOINTS: not understood: %s\n",
+                    item); /* a test that silently tests nothing is worse */
             abort();
         }
         n_points++;

@@ -38,7 +38,8 @@ bool kafka_event_make(rd_kafka_t *rk, rd_kafka_event_t *rkev, kafka_event *event
 void kafka_error_made(kafka_error *error, rd_kafka_t *rk, rd_kafka_resp_err_t code, const char *text);
 
 /* Metadata of one topic, or of all (rkt NULL); blocks. A connection that broke on the way is tried again while there is time. */
-rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int timeout_ms, const rd_kafka_metadata_t **out);
+rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int timeout_ms,
+                                   const rd_kafka_metadata_t **out);
 /* A clock for time limits, and what is left to one of its times: never negative. */
 int64_t kafka_now_ms(void);
 int kafka_left_ms(int64_t deadline_ms);

@@ -14,17 +14,23 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { KAFKA_OK = 0, KAFKA_EKAFKA = -1 /* see err */, KAFKA_EFULL = -2 /* local queue full: read reports, try again */, KAFKA_ENOMEM = -3 };
+enum {
+    KAFKA_OK = 0,
+    KAFKA_EKAFKA = -1 /* see err */,
+    KAFKA_EFULL = -2 /* local queue full: read reports, try again */,
+    KAFKA_ENOMEM = -3
+};
 
 typedef struct kafka_error {
-    int code;        /* librdkafka's rd_kafka_resp_err_t as a number; 0 = none */
-    char name[48];   /* "UNKNOWN_TOPIC_OR_PART", "_TRANSPORT" (a leading _ = local) */
+    int code;      /* librdkafka's rd_kafka_resp_err_t as a number; 0 = none */
+    char name[48]; /* "UNKNOWN_TOPIC_OR_PART", "_TRANSPORT" (a leading _ = local) */
     bool retriable;
     bool fatal;
-    char text[512];  /* for a person */
+    char text[512]; /* for a person */
 } kafka_error;
 void kafka_error_set(kafka_error *err, int code, const char *format, ...);
 const char *kafka_error_name(int code);
+const char *kafka_error_text(int code); /* a sentence */
 bool kafka_error_retriable(int code);
 
 /* "2.0.2"; and the number, e.g. 0x020002ff */
@@ -32,17 +38,26 @@ const char *kafka_version(void);
 int kafka_version_number(void);
 
 /* A name that begins with '?' is set where the library knows the property, and skipped where it does not. */
-typedef struct kafka_property { const char *name, *value; } kafka_property;
+typedef struct kafka_property {
+    const char *name, *value;
+} kafka_property;
 
 /* A wake-up: fn is called from librdkafka's threads, on empty -> non-empty, with the queue's lock held: it may not call kafka_*.
  * (With the property `debug` set, library calls log, so fn can also run in the thread that makes a call.)
  * Or fn NULL and fd >= 0: one byte is written to fd, which should be non-blocking. Neither (fn NULL, fd -1): none.
  * Pop or poll UNTIL EMPTY, or remember that you did not: there is no second wake-up for what is already there. */
-typedef struct kafka_wake { void (*fn)(void *ctx); void *ctx; int fd; } kafka_wake;
+typedef struct kafka_wake {
+    void (*fn)(void *ctx);
+    void *ctx;
+    int fd;
+} kafka_wake;
 
 /* ------------------------------------------------------------------ consumer */
 typedef struct kafka_consumer kafka_consumer;
 typedef struct kafka_queue kafka_queue; /* of one assigned partition */
+
+/* Offsets that are not numbers of records. */
+enum { KAFKA_OFFSET_END = -1, KAFKA_OFFSET_BEGINNING = -2, KAFKA_OFFSET_STORED = -1000, KAFKA_OFFSET_NONE = -1001 };
 
 typedef struct kafka_partition {
     const char *topic;
@@ -75,18 +90,22 @@ typedef struct kafka_event {
     void *priv;
 } kafka_event;
 
-typedef struct kafka_header { const char *name; const void *value; size_t value_len; /* value NULL = null */ } kafka_header;
+typedef struct kafka_header {
+    const char *name;
+    const void *value;
+    size_t value_len; /* value NULL = null */
+} kafka_header;
 
 typedef struct kafka_record {
     int64_t offset;
-    int64_t timestamp_ms;   /* -1 = none */
+    int64_t timestamp_ms; /* -1 = none */
     bool log_append_time;
-    const void *key;        /* NULL = null key; an empty key is non-NULL with length 0 */
+    const void *key; /* NULL = null key; an empty key is non-NULL with length 0 */
     size_t key_len;
     const void *value;
     size_t value_len;
     int32_t partition;
-    int error;              /* != 0: not a message; key and value are void (offset too, but EOF's is the position at the end).
+    int error; /* != 0: not a message; key and value are void (offset too, but EOF's is the position at the end).
                              * KAFKA_RECORD_EOF, ..._OUT_OF_RANGE or a code */
     const char *error_text;
     void *priv;
@@ -96,8 +115,8 @@ enum { KAFKA_RECORD_EOF = 1000001, KAFKA_RECORD_OUT_OF_RANGE = 1000002 };
 /* Opens a group consumer (or, without group.id, one for assign only). Ours are forced: enable.auto.commit=false,
  * enable.auto.offset.store=false, log.queue=true, events for rebalance/commit/error/stats/log/token, no callbacks.
  * control wakes for the control queue, records for every partition queue. May take some ms (CA files): dirty scheduler. */
-int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka_wake *control, const kafka_wake *records,
-                        kafka_consumer **out, kafka_error *err);
+int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka_wake *control,
+                        const kafka_wake *records, kafka_consumer **out, kafka_error *err);
 int kafka_consumer_subscribe(kafka_consumer *consumer, const char *const *topics, size_t n_topics, kafka_error *err);
 /* One event of the control queue; false = empty. Release with kafka_event_free before anything else is asked of the consumer's events. */
 bool kafka_consumer_poll(kafka_consumer *consumer, kafka_event *event);
@@ -106,33 +125,40 @@ void kafka_event_free(kafka_event *event);
 /* Replaces the assignment (eager). Each partition's queue is created, forwarding off and wake-up on, BEFORE the assign. offset >= 0 or
  * KAFKA_OFFSET_BEGINNING (-2) / END (-1) / STORED (-1000). */
 int kafka_consumer_assign(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err);
-int kafka_consumer_unassign(kafka_consumer *consumer, kafka_error *err); /* wake-ups off, queues destroyed, assign(NULL) */
+int kafka_consumer_unassign(kafka_consumer *consumer,
+                            kafka_error *err); /* wake-ups off, queues destroyed, assign(NULL) */
 /* When the group rebalances incrementally (cooperative-sticky), ASSIGN is answered with assign_add, REVOKE with assign_remove (a lost one, too);
  * the queues of the other partitions stay as they are. Answering by the wrong pair is an error. Waits for librdkafka's main thread, as assign does (< 1 ms). */
 bool kafka_consumer_cooperative(kafka_consumer *consumer);
 int kafka_consumer_assign_add(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err);
-int kafka_consumer_assign_remove(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err);
+int kafka_consumer_assign_remove(kafka_consumer *consumer, const kafka_partition *partitions, size_t n,
+                                 kafka_error *err);
 /* Borrowed until the next assign/unassign; NULL when not assigned. */
 kafka_queue *kafka_consumer_queue(kafka_consumer *consumer, const char *topic, int32_t partition);
 /* Pops up to max records without waiting. Free them all with kafka_records_free (in bulk: that is what is fast). */
 size_t kafka_queue_pop(kafka_queue *queue, kafka_record *out, size_t max);
-size_t kafka_queue_wait(kafka_queue *queue, kafka_record *out, size_t max, int timeout_ms); /* blocks up to timeout for the first: threads only */
+size_t kafka_queue_wait(kafka_queue *queue, kafka_record *out, size_t max,
+                        int timeout_ms); /* blocks up to timeout for the first: threads only */
 void kafka_records_free(kafka_record *records, size_t n);
 /* Up to max headers of a record (borrowed from it); returns how many there are. Costs 450 ns when there are any, next to nothing when none. */
 size_t kafka_record_headers(const kafka_record *record, kafka_header *out, size_t max);
 /* Asynchronous, as member of the group; ends as EVENT_COMMIT with `opaque`. Metadata is checked (ASCII, no NUL, <= 4096). */
-int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque, kafka_error *err);
+int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque,
+                          kafka_error *err);
 /* Does not wait. After KAFKA_RECORD_OUT_OF_RANGE the partition stands still until it is sought. What was fetched before the seek and not
  * popped is dropped by librdkafka. */
-int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t partition, int64_t offset, kafka_error *err);
-int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err); /* token NULL: failure, err text = principal */
+int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t partition, int64_t offset,
+                        kafka_error *err);
+int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_t lifetime_ms, const char *principal,
+                             kafka_error *err); /* token NULL: failure, err text = principal */
 bool kafka_consumer_lost(kafka_consumer *consumer);
 const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t cap);
 /* Leaving: begin, then poll (and answer REVOKE) until closed() is true, then destroy. */
 int kafka_consumer_close_begin(kafka_consumer *consumer, kafka_error *err);
 bool kafka_consumer_closed(kafka_consumer *consumer);
 /* Wake-ups off at once (none runs after it returns), then the reaper thread destroys. Not closed before: it does not wait for the
- * group (NO_CONSUMER_CLOSE). done(ctx) is called by the reaper at the end; may be NULL. */
+ * group (NO_CONSUMER_CLOSE). done(ctx) is called by the reaper at the end; may be NULL. Usually that is some ms later; with a commit on its way to
+ * a broker that does not answer, socket.timeout.ms (10 s here, if not set); with a LeaveGroup on its way, up to 5 s. */
 void kafka_consumer_destroy(kafka_consumer *consumer, void (*done)(void *ctx), void *ctx);
 
 /* ------------------------------------------------------------------ producer */
@@ -148,14 +174,16 @@ typedef struct kafka_report {
 } kafka_report;
 
 /* Forced: enable.idempotence=true, acks=all (unless props say otherwise for a publisher: `idempotent` false), log.queue=true. */
-int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempotent, const kafka_wake *wake, kafka_producer **out, kafka_error *err);
+int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempotent, const kafka_wake *wake,
+                        kafka_producer **out, kafka_error *err);
 /* Keep for the producer's life; freed with it; the same handle for the same name. It never makes a broker create the topic
  * (allow.auto.create.topics=false, which real brokers honour for producers too; a sandbox creates whatever it is asked about). What is sent to a
  * missing topic fails only after 30 s (topic.metadata.propagation.max.ms) or message.timeout.ms, so look first: kafka_admin_partitions. */
 kafka_topic *kafka_producer_topic(kafka_producer *producer, const char *topic, kafka_error *err);
 /* Copies key, value and headers. partition -1 = the partitioner's choice. timestamp_ms 0 = now. KAFKA_EFULL: nothing was queued. */
-int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t partition, const void *key, size_t key_len, const void *value, size_t value_len,
-                        const kafka_header *headers, size_t n_headers, int64_t timestamp_ms, void *opaque, kafka_error *err);
+int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t partition, const void *key,
+                        size_t key_len, const void *value, size_t value_len, const kafka_header *headers,
+                        size_t n_headers, int64_t timestamp_ms, void *opaque, kafka_error *err);
 /* Up to max delivery reports. Also serves logs and errors into the event sink (kafka_producer_poll). */
 size_t kafka_producer_reports(kafka_producer *producer, kafka_report *out, size_t max);
 /* ERROR, LOG, STATS, TOKEN events that reports() met on its way; false = none. Free with kafka_event_free. */
@@ -166,7 +194,8 @@ int kafka_producer_test_fatal(kafka_producer *producer, const char *reason); /* 
 /* What is queued or in flight comes back as failed reports (_PURGE_QUEUE, _PURGE_INFLIGHT). Read the reports until empty after it:
  * for those that this call itself makes there is no wake-up. */
 void kafka_producer_purge(kafka_producer *producer);
-int kafka_producer_set_token(kafka_producer *producer, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
+int kafka_producer_set_token(kafka_producer *producer, const char *token, int64_t lifetime_ms, const char *principal,
+                             kafka_error *err);
 void kafka_producer_destroy(kafka_producer *producer, void (*done)(void *ctx), void *ctx); /* purges, then reaper */
 
 /* ------------------------------------------------------------------ admin: every call blocks up to timeout_ms
@@ -176,36 +205,47 @@ typedef struct kafka_admin kafka_admin;
 int kafka_admin_open(const kafka_property *props, size_t n_props, kafka_admin **out, kafka_error *err);
 void kafka_admin_destroy(kafka_admin *admin);
 /* OAUTHBEARER: give the token right after open; nothing connects without. */
-int kafka_admin_set_token(kafka_admin *admin, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
+int kafka_admin_set_token(kafka_admin *admin, const char *token, int64_t lifetime_ms, const char *principal,
+                          kafka_error *err);
 /* "mockCluster..." = the sandbox. */
 int kafka_admin_cluster_id(kafka_admin *admin, char *buf, size_t cap, int timeout_ms, kafka_error *err);
 /* Partition count and replication factor of the first partition. 0 = the topic does not exist (and asking did not create it, on real Kafka;
  * a sandbox of librdkafka 2.0.2 creates whatever is asked for). */
-int kafka_admin_partitions(kafka_admin *admin, const char *topic, int timeout_ms, int *n_partitions, int *replication, kafka_error *err);
-int kafka_admin_topics(kafka_admin *admin, int timeout_ms, void (*each)(void *ctx, const char *topic, int n_partitions), void *ctx, kafka_error *err);
+int kafka_admin_partitions(kafka_admin *admin, const char *topic, int timeout_ms, int *n_partitions, int *replication,
+                           kafka_error *err);
+int kafka_admin_topics(kafka_admin *admin, int timeout_ms, void (*each)(void *ctx, const char *topic, int n_partitions),
+                       void *ctx, kafka_error *err);
 /* Reads the commits of the group named by props' group.id as an outsider. In: topic, partition. Out: offset (-1001 = none), error, and metadata,
  * which the admin owns until its next call. Fails as a whole when any partition failed; the others are filled then, too. */
 int kafka_admin_committed(kafka_admin *admin, kafka_partition *partitions, size_t n, int timeout_ms, kafka_error *err);
-int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partition, int timeout_ms, int64_t *low, int64_t *high, kafka_error *err);
+int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partition, int timeout_ms, int64_t *low,
+                           int64_t *high, kafka_error *err);
 /* The first offset whose timestamp is at least this; -1 (as Kafka's END) when there is none. */
-int kafka_admin_offset_for_time(kafka_admin *admin, const char *topic, int32_t partition, int64_t timestamp_ms, int timeout_ms, int64_t *offset, kafka_error *err);
+int kafka_admin_offset_for_time(kafka_admin *admin, const char *topic, int32_t partition, int64_t timestamp_ms,
+                                int timeout_ms, int64_t *offset, kafka_error *err);
 /* An existing topic: TOPIC_ALREADY_EXISTS. replication -1 = the broker's default. */
-int kafka_admin_create_topic(kafka_admin *admin, const char *topic, int n_partitions, int replication, const kafka_property *config, size_t n_config, int timeout_ms, kafka_error *err);
-int kafka_admin_create_partitions(kafka_admin *admin, const char *topic, int n_partitions, int timeout_ms, kafka_error *err); /* n = the new total */
+int kafka_admin_create_topic(kafka_admin *admin, const char *topic, int n_partitions, int replication,
+                             const kafka_property *config, size_t n_config, int timeout_ms, kafka_error *err);
+int kafka_admin_create_partitions(kafka_admin *admin, const char *topic, int n_partitions, int timeout_ms,
+                                  kafka_error *err); /* n = the new total */
 int kafka_admin_delete_topic(kafka_admin *admin, const char *topic, int timeout_ms, kafka_error *err);
 /* Effective topic config, one callback per entry (value NULL = sensitive). */
-int kafka_admin_topic_config(kafka_admin *admin, const char *topic, int timeout_ms, void (*each)(void *ctx, const char *name, const char *value), void *ctx, kafka_error *err);
-int kafka_admin_delete_records(kafka_admin *admin, const char *topic, int32_t partition, int64_t before, int timeout_ms, kafka_error *err);
+int kafka_admin_topic_config(kafka_admin *admin, const char *topic, int timeout_ms,
+                             void (*each)(void *ctx, const char *name, const char *value), void *ctx, kafka_error *err);
+int kafka_admin_delete_records(kafka_admin *admin, const char *topic, int32_t partition, int64_t before, int timeout_ms,
+                               kafka_error *err);
 
 /* ------------------------------------------------------------------ reading by exact offset: blocks; a thread of its own */
 typedef struct kafka_reader kafka_reader;
 int kafka_reader_open(const kafka_property *props, size_t n_props, kafka_reader **out, kafka_error *err);
-int kafka_reader_set_token(kafka_reader *reader, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
+int kafka_reader_set_token(kafka_reader *reader, const char *token, int64_t lifetime_ms, const char *principal,
+                           kafka_error *err);
 /* Reads the records of one partition at exactly these ascending offsets. each() gets every one found (record borrowed) or NULL when
  * it is gone (retention, compaction, control record): never a neighbour in its place. Seeks over long gaps. Returns 0, or KAFKA_EKAFKA when it
  * could not be read in time: what was not reported is unknown, ask again. */
-int kafka_reader_read(kafka_reader *reader, const char *topic, int32_t partition, const int64_t *offsets, size_t n, int timeout_ms,
-                      void (*each)(void *ctx, int64_t offset, const kafka_record *record), void *ctx, kafka_error *err);
+int kafka_reader_read(kafka_reader *reader, const char *topic, int32_t partition, const int64_t *offsets, size_t n,
+                      int timeout_ms, void (*each)(void *ctx, int64_t offset, const kafka_record *record), void *ctx,
+                      kafka_error *err);
 void kafka_reader_destroy(kafka_reader *reader);
 
 /* Clients not yet destroyed, the reaper's included: 0 when nothing is left behind. */

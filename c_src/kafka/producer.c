@@ -42,7 +42,8 @@ struct kafka_producer {
     kafka_reaper *reaper;
 };
 
-int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempotent, const kafka_wake *wake, kafka_producer **out, kafka_error *err)
+int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempotent, const kafka_wake *wake,
+                        kafka_producer **out, kafka_error *err)
 {
     static const kafka_property forced[] = {{"enable.idempotence", "true"}, {"acks", "all"}};
     static const kafka_wake none = {.fd = -1};
@@ -57,7 +58,8 @@ int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempo
     producer->reaper = reaper;
     producer->last_event = &producer->first_event;
     producer->wake = wake != NULL ? *wake : none;
-    producer->rk = kafka_client_new(RD_KAFKA_PRODUCER, NULL, 0, props, n_props, forced, idempotent ? 2 : 0, events, err);
+    producer->rk =
+        kafka_client_new(RD_KAFKA_PRODUCER, NULL, 0, props, n_props, forced, idempotent ? 2 : 0, events, err);
     if (producer->rk == NULL) {
         pthread_mutex_destroy(&producer->topics_lock);
         free(reaper);
@@ -104,24 +106,28 @@ static int send_failed(kafka_producer *producer, rd_kafka_resp_err_t code, kafka
     return kafka_fail(err, producer->rk, code, rd_kafka_topic_name(topic->rkt));
 }
 
-int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t partition, const void *key, size_t key_len, const void *value, size_t value_len,
-                        const kafka_header *headers, size_t n_headers, int64_t timestamp_ms, void *opaque, kafka_error *err)
+int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t partition, const void *key,
+                        size_t key_len, const void *value, size_t value_len, const kafka_header *headers,
+                        size_t n_headers, int64_t timestamp_ms, void *opaque, kafka_error *err)
 {
     void *payload = (void *)(uintptr_t)value; /* librdkafka's prototype lacks the const; with F_COPY it only reads */
     if (n_headers == 0 && timestamp_ms == 0) {
-        if (rd_kafka_produce(topic->rkt, partition, RD_KAFKA_MSG_F_COPY, payload, value_len, key, key_len, opaque) == 0) return KAFKA_OK;
+        if (rd_kafka_produce(topic->rkt, partition, RD_KAFKA_MSG_F_COPY, payload, value_len, key, key_len, opaque) == 0)
+            return KAFKA_OK;
         return send_failed(producer, rd_kafka_last_error(), topic, err);
     }
-    rd_kafka_headers_t *list = rd_kafka_headers_new(n_headers);
+    rd_kafka_headers_t *list = n_headers == 0 ? NULL : rd_kafka_headers_new(n_headers);
     rd_kafka_resp_err_t code = RD_KAFKA_RESP_ERR_NO_ERROR;
     for (size_t i = 0; i < n_headers && code == RD_KAFKA_RESP_ERR_NO_ERROR; i++)
-        code = rd_kafka_header_add(list, headers[i].name, -1, headers[i].value, headers[i].value == NULL ? 0 : (ssize_t)headers[i].value_len);
+        code = rd_kafka_header_add(list, headers[i].name, -1, headers[i].value,
+                                   headers[i].value == NULL ? 0 : (ssize_t)headers[i].value_len);
     if (code == RD_KAFKA_RESP_ERR_NO_ERROR)
-        code = rd_kafka_producev(producer->rk, RD_KAFKA_V_RKT(topic->rkt), RD_KAFKA_V_PARTITION(partition), RD_KAFKA_V_MSGFLAGS(RD_KAFKA_MSG_F_COPY),
-                                 RD_KAFKA_V_KEY(key, key_len), RD_KAFKA_V_VALUE(payload, value_len), RD_KAFKA_V_TIMESTAMP(timestamp_ms),
+        code = rd_kafka_producev(producer->rk, RD_KAFKA_V_RKT(topic->rkt), RD_KAFKA_V_PARTITION(partition),
+                                 RD_KAFKA_V_MSGFLAGS(RD_KAFKA_MSG_F_COPY), RD_KAFKA_V_KEY(key, key_len),
+                                 RD_KAFKA_V_VALUE(payload, value_len), RD_KAFKA_V_TIMESTAMP(timestamp_ms),
                                  RD_KAFKA_V_HEADERS(list), RD_KAFKA_V_OPAQUE(opaque), RD_KAFKA_V_END);
     if (code == RD_KAFKA_RESP_ERR_NO_ERROR) return KAFKA_OK;
-    rd_kafka_headers_destroy(list); /* producev takes them only when it succeeds */
+    if (list != NULL) rd_kafka_headers_destroy(list); /* producev takes them only when it succeeds */
     return send_failed(producer, code, topic, err);
 }
 
@@ -133,11 +139,12 @@ static size_t read_dr(kafka_producer *producer, kafka_report *out, size_t max)
     size_t n = 0;
     const rd_kafka_message_t *message;
     while (n < max && (message = rd_kafka_event_message_next(producer->dr)) != NULL)
-        out[n++] = (kafka_report){.opaque = message->_private,
-                                  .error = message->err,
-                                  .error_name = message->err == RD_KAFKA_RESP_ERR_NO_ERROR ? NULL : rd_kafka_err2name(message->err),
-                                  .partition = message->partition,
-                                  .offset = message->offset};
+        out[n++] = (kafka_report){
+            .opaque = message->_private,
+            .error = message->err,
+            .error_name = message->err == RD_KAFKA_RESP_ERR_NO_ERROR ? NULL : rd_kafka_err2name(message->err),
+            .partition = message->partition,
+            .offset = message->offset};
     if (rd_kafka_event_message_count(producer->dr) == 0) {
         rd_kafka_event_destroy(producer->dr);
         producer->dr = NULL;
@@ -192,10 +199,7 @@ bool kafka_producer_poll(kafka_producer *producer, kafka_event *event)
     return true;
 }
 
-int kafka_producer_queued(kafka_producer *producer)
-{
-    return rd_kafka_outq_len(producer->rk);
-}
+int kafka_producer_queued(kafka_producer *producer) { return rd_kafka_outq_len(producer->rk); }
 
 bool kafka_producer_fatal(kafka_producer *producer, kafka_error *err)
 {
@@ -207,7 +211,8 @@ bool kafka_producer_fatal(kafka_producer *producer, kafka_error *err)
 
 int kafka_producer_test_fatal(kafka_producer *producer, const char *reason)
 {
-    rd_kafka_resp_err_t code = rd_kafka_test_fatal_error(producer->rk, RD_KAFKA_RESP_ERR_OUT_OF_ORDER_SEQUENCE_NUMBER, reason);
+    rd_kafka_resp_err_t code =
+        rd_kafka_test_fatal_error(producer->rk, RD_KAFKA_RESP_ERR_OUT_OF_ORDER_SEQUENCE_NUMBER, reason);
     return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : KAFKA_EKAFKA;
 }
 
@@ -219,7 +224,8 @@ void kafka_producer_purge(kafka_producer *producer)
     kafka_wake_on(producer->main, &producer->wake);
 }
 
-int kafka_producer_set_token(kafka_producer *producer, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err)
+int kafka_producer_set_token(kafka_producer *producer, const char *token, int64_t lifetime_ms, const char *principal,
+                             kafka_error *err)
 {
     return kafka_set_token(producer->rk, token, lifetime_ms, principal, err);
 }

@@ -19,7 +19,7 @@
 #include <time.h>
 
 enum {
-    GAP = 1000,        /* offsets: a longer gap is skipped by a seek */
+    GAP = 1000,         /* offsets: a longer gap is skipped by a seek */
     RETRY_PAUSE_MS = 20 /* between two tries of what the broker contradicts itself about */
 };
 
@@ -56,9 +56,10 @@ int kafka_reader_open(const kafka_property *props, size_t n_props, kafka_reader 
 {
     static const kafka_property defaults[] = {{"fetch.message.max.bytes", "262144"}, {"fetch.error.backoff.ms", "50"}};
     /* A fetch that waits at the end of one partition would hold up the next one. */
-    static const kafka_property forced[] = {{"enable.auto.commit", "false"},    {"enable.auto.offset.store", "false"}, {"enable.partition.eof", "true"},
-                                            {"auto.offset.reset", "error"},     {"isolation.level", "read_uncommitted"}, {"fetch.wait.max.ms", "10"},
-                                            {"fetch.min.bytes", "1"}};
+    static const kafka_property forced[] = {
+        {"enable.auto.commit", "false"}, {"enable.auto.offset.store", "false"},   {"enable.partition.eof", "true"},
+        {"auto.offset.reset", "error"},  {"isolation.level", "read_uncommitted"}, {"fetch.wait.max.ms", "10"},
+        {"fetch.min.bytes", "1"}};
     int result = KAFKA_OK;
     size_t n = 0;
     kafka_reader *reader = calloc(1, sizeof *reader);
@@ -69,9 +70,11 @@ int kafka_reader_open(const kafka_property *props, size_t n_props, kafka_reader 
         goto fail;
     }
     for (size_t i = 0; i < n_props; i++) /* no group: it would look for a coordinator that it has no use for */
-        if (strcmp(props[i].name, "group.id") != 0 && strcmp(props[i].name, "group.instance.id") != 0) own[n++] = props[i];
+        if (strcmp(props[i].name, "group.id") != 0 && strcmp(props[i].name, "group.instance.id") != 0)
+            own[n++] = props[i];
     reader->reaper = reaper;
-    reader->rk = kafka_client_new(RD_KAFKA_CONSUMER, defaults, 2, own, n, forced, 7, kafka_common_events(props, n_props), err);
+    reader->rk =
+        kafka_client_new(RD_KAFKA_CONSUMER, defaults, 2, own, n, forced, 7, kafka_common_events(props, n_props), err);
     if (reader->rk == NULL) {
         result = KAFKA_EKAFKA;
         goto fail;
@@ -89,7 +92,8 @@ fail:
     return result;
 }
 
-int kafka_reader_set_token(kafka_reader *reader, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err)
+int kafka_reader_set_token(kafka_reader *reader, const char *token, int64_t lifetime_ms, const char *principal,
+                           kafka_error *err)
 {
     return kafka_set_token(reader->rk, token, lifetime_ms, principal, err);
 }
@@ -135,22 +139,22 @@ static int look_up(kafka_reader *reader, reader_topic *topic, int32_t partition,
     const rd_kafka_metadata_t *md;
     if (partition >= topic->n_partitions) {
         rd_kafka_resp_err_t code = kafka_metadata(reader->rk, topic->rkt, timeout_ms, &md);
-        if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return kafka_fail(err, reader->rk, code, rd_kafka_topic_name(topic->rkt));
+        if (code != RD_KAFKA_RESP_ERR_NO_ERROR)
+            return kafka_fail(err, reader->rk, code, rd_kafka_topic_name(topic->rkt));
         code = md->topic_cnt == 1 ? md->topics[0].err : RD_KAFKA_RESP_ERR__BAD_MSG;
         topic->n_partitions = code == RD_KAFKA_RESP_ERR_NO_ERROR ? md->topics[0].partition_cnt : 0;
         rd_kafka_metadata_destroy(md);
-        if (code == RD_KAFKA_RESP_ERR_NO_ERROR && (partition < 0 || partition >= topic->n_partitions)) code = RD_KAFKA_RESP_ERR_UNKNOWN_TOPIC_OR_PART;
-        if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return kafka_fail(err, reader->rk, code, rd_kafka_topic_name(topic->rkt));
+        if (code == RD_KAFKA_RESP_ERR_NO_ERROR && (partition < 0 || partition >= topic->n_partitions))
+            code = RD_KAFKA_RESP_ERR_UNKNOWN_TOPIC_OR_PART;
+        if (code != RD_KAFKA_RESP_ERR_NO_ERROR)
+            return kafka_fail(err, reader->rk, code, rd_kafka_topic_name(topic->rkt));
     }
     return KAFKA_OK;
 }
 
 /* ------------------------------------------------------------------ one reading */
 
-static int left_ms(const reading *r)
-{
-    return kafka_left_ms(r->deadline_ms);
-}
+static int left_ms(const reading *r) { return kafka_left_ms(r->deadline_ms); }
 
 static void pause_ms(int ms)
 {
@@ -168,8 +172,8 @@ static void gone_below(reading *r, int64_t offset)
 static bool gone_outside(reading *r)
 {
     int64_t low, high;
-    rd_kafka_resp_err_t code =
-        rd_kafka_query_watermark_offsets(r->reader->rk, rd_kafka_topic_name(r->rkt), r->partition, &low, &high, left_ms(r));
+    rd_kafka_resp_err_t code = rd_kafka_query_watermark_offsets(r->reader->rk, rd_kafka_topic_name(r->rkt),
+                                                                r->partition, &low, &high, left_ms(r));
     if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return false;
     gone_below(r, low);
     if (r->i < r->n && r->offsets[r->i] >= high) gone_below(r, INT64_MAX);
@@ -202,7 +206,8 @@ static int take(reading *r, rd_kafka_message_t *message, bool *again, kafka_erro
     case RD_KAFKA_RESP_ERR_NO_ERROR: take_record(r, message); return KAFKA_OK;
     case RD_KAFKA_RESP_ERR__PARTITION_EOF:
         gone_below(r, message->offset);
-        if (r->i < r->n && r->offsets[r->i] >= message->offset) gone_outside(r); /* if it cannot say: the record may still come */
+        if (r->i < r->n && r->offsets[r->i] >= message->offset)
+            gone_outside(r); /* if it cannot say: the record may still come */
         return KAFKA_OK;
     case RD_KAFKA_RESP_ERR__AUTO_OFFSET_RESET:
     case RD_KAFKA_RESP_ERR_OFFSET_OUT_OF_RANGE: {
@@ -212,9 +217,7 @@ static int take(reading *r, rd_kafka_message_t *message, bool *again, kafka_erro
         *again = true;
         return KAFKA_OK;
     }
-    default:
-        kafka_fail(err, r->reader->rk, message->err, rd_kafka_topic_name(r->rkt));
-        return KAFKA_EKAFKA;
+    default: kafka_fail(err, r->reader->rk, message->err, rd_kafka_topic_name(r->rkt)); return KAFKA_EKAFKA;
     }
 }
 
@@ -240,8 +243,9 @@ static int run(reading *r, bool *again, kafka_error *err)
     return result;
 }
 
-int kafka_reader_read(kafka_reader *reader, const char *topic, int32_t partition, const int64_t *offsets, size_t n, int timeout_ms,
-                      void (*each)(void *ctx, int64_t offset, const kafka_record *record), void *ctx, kafka_error *err)
+int kafka_reader_read(kafka_reader *reader, const char *topic, int32_t partition, const int64_t *offsets, size_t n,
+                      int timeout_ms, void (*each)(void *ctx, int64_t offset, const kafka_record *record), void *ctx,
+                      kafka_error *err)
 {
     bool again = true;
     kafka_drop_events(reader->main);

@@ -8,20 +8,11 @@
 
 static atomic_int live; /* clients opened and not yet destroyed, in this process */
 
-int kafka_live(void)
-{
-    return atomic_load(&live);
-}
+int kafka_live(void) { return atomic_load(&live); }
 
-void kafka_live_add(int n)
-{
-    atomic_fetch_add(&live, n);
-}
+void kafka_live_add(int n) { atomic_fetch_add(&live, n); }
 
-kafka_reaper *kafka_reaper_new(void)
-{
-    return calloc(1, sizeof(kafka_reaper));
-}
+kafka_reaper *kafka_reaper_new(void) { return calloc(1, sizeof(kafka_reaper)); }
 
 static void *run(void *arg)
 {

@@ -46,9 +46,9 @@ static inline void cluster_stop(cluster *c)
     rd_kafka_destroy(c->rk);
 }
 
-#define MOCK_ONLY(c)                                                                                                               \
-    do {                                                                                                                           \
-        if ((c).mock == NULL) skip();                                                                                              \
+#define MOCK_ONLY(c)                                                                                                   \
+    do {                                                                                                               \
+        if ((c).mock == NULL) skip();                                                                                  \
     } while (0)
 
 static inline int64_t now_ms(void)
@@ -65,17 +65,18 @@ static inline void nap_ms(int ms)
 }
 
 /* Waits until the condition holds; fails the test after seconds. */
-#define EVENTUALLY(seconds, condition)                                                                                             \
-    do {                                                                                                                           \
-        int64_t limit_ms = now_ms() + (int64_t)(seconds)*1000;                                                                     \
-        while (!(condition)) {                                                                                                     \
-            if (now_ms() > limit_ms) fail_msg("not within %d s: %s", (int)(seconds), #condition);                                  \
-            nap_ms(2);                                                                                                             \
-        }                                                                                                                          \
+#define EVENTUALLY(seconds, condition)                                                                                 \
+    do {                                                                                                               \
+        int64_t limit_ms = now_ms() + (int64_t)(seconds)*1000;                                                         \
+        while (!(condition)) {                                                                                         \
+            if (now_ms() > limit_ms) fail_msg("not within %d s: %s", (int)(seconds), #condition);                      \
+            nap_ms(2);                                                                                                 \
+        }                                                                                                              \
     } while (0)
 
 /* A new topic of this name, also where an old one is left from an earlier run. */
-static inline void topic_with(cluster *c, const char *name, int partitions, const kafka_property *config, size_t n_config)
+static inline void topic_with(cluster *c, const char *name, int partitions, const kafka_property *config,
+                              size_t n_config)
 {
     kafka_property props[] = {{"bootstrap.servers", c->bootstrap}};
     kafka_error err;
@@ -93,10 +94,7 @@ static inline void topic_with(cluster *c, const char *name, int partitions, cons
     kafka_admin_destroy(admin);
 }
 
-static inline void topic(cluster *c, const char *name, int partitions)
-{
-    topic_with(c, name, partitions, NULL, 0);
-}
+static inline void topic(cluster *c, const char *name, int partitions) { topic_with(c, name, partitions, NULL, 0); }
 
 typedef struct waker {
     atomic_int count;
@@ -111,10 +109,7 @@ static inline void waker_fn(void *ctx)
     if (atomic_load(&w->off)) atomic_fetch_add(&w->late, 1);
 }
 
-static inline kafka_wake waker_of(waker *w)
-{
-    return (kafka_wake){.fn = waker_fn, .ctx = w, .fd = -1};
-}
+static inline kafka_wake waker_of(waker *w) { return (kafka_wake){.fn = waker_fn, .ctx = w, .fd = -1}; }
 
 static inline kafka_producer *producer_open(cluster *c, waker *w, bool idempotent)
 {
@@ -122,7 +117,8 @@ static inline kafka_producer *producer_open(cluster *c, waker *w, bool idempoten
     kafka_wake wake = waker_of(w);
     kafka_producer *producer = NULL;
     kafka_error err;
-    if (kafka_producer_open(props, 3, idempotent, w == NULL ? NULL : &wake, &producer, &err) != 0) fail_msg("%s: %s", err.name, err.text);
+    if (kafka_producer_open(props, 3, idempotent, w == NULL ? NULL : &wake, &producer, &err) != 0)
+        fail_msg("%s: %s", err.name, err.text);
     return producer;
 }
 
@@ -158,15 +154,19 @@ static inline void fill_partition(cluster *c, const char *name, int32_t partitio
 }
 
 /* The session must outlast the 3 s that the mock lets a new group wait, or it forgets the member meanwhile. */
-static inline kafka_consumer *consumer_open_as(cluster *c, const char *group, const char *assignor, waker *control, waker *records)
+static inline kafka_consumer *consumer_open_as(cluster *c, const char *group, const char *assignor, waker *control,
+                                               waker *records)
 {
-    kafka_property props[] = {{"bootstrap.servers", c->bootstrap}, {"group.id", group}, {"auto.offset.reset", "earliest"},
-                              {"session.timeout.ms", c->mock != NULL ? "4000" : "6000"},      {"heartbeat.interval.ms", "200"}, {"fetch.wait.max.ms", "20"},
-                              {"enable.partition.eof", "true"},    {"partition.assignment.strategy", assignor}};
+    kafka_property props[] = {
+        {"bootstrap.servers", c->bootstrap}, {"group.id", group},
+        {"auto.offset.reset", "earliest"},   {"session.timeout.ms", c->mock != NULL ? "4000" : "6000"},
+        {"heartbeat.interval.ms", "200"},    {"fetch.wait.max.ms", "20"},
+        {"enable.partition.eof", "true"},    {"partition.assignment.strategy", assignor},
+        {"socket.timeout.ms", "3000"}};
     kafka_wake cw = waker_of(control), rw = waker_of(records);
     kafka_consumer *consumer = NULL;
     kafka_error err;
-    if (kafka_consumer_open(props, 8, control == NULL ? NULL : &cw, records == NULL ? NULL : &rw, &consumer, &err) != 0)
+    if (kafka_consumer_open(props, 9, control == NULL ? NULL : &cw, records == NULL ? NULL : &rw, &consumer, &err) != 0)
         fail_msg("%s: %s", err.name, err.text);
     return consumer;
 }
@@ -177,9 +177,6 @@ static inline kafka_consumer *consumer_open(cluster *c, const char *group, waker
 }
 
 /* Every client is gone, the reaper's too. */
-static inline void assert_nothing_left(void)
-{
-    EVENTUALLY(20, kafka_live() == 0);
-}
+static inline void assert_nothing_left(void) { EVENTUALLY(20, kafka_live() == 0); }
 
 #endif

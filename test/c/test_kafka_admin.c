@@ -4,9 +4,9 @@
 
 static cluster c;
 
-#define REAL_ONLY(c)                                                                                                               \
-    do {                                                                                                                           \
-        if ((c).mock != NULL) skip();                                                                                              \
+#define REAL_ONLY(c)                                                                                                   \
+    do {                                                                                                               \
+        if ((c).mock != NULL) skip();                                                                                  \
     } while (0)
 
 static int start(void **state)
@@ -139,25 +139,29 @@ static kafka_reader *reader_open(const char *bootstrap)
 }
 
 /* Reads and expects these, in this order; negative: gone. */
-static void expect(kafka_reader *reader, const char *name, int32_t partition, int64_t value_offset, size_t n, const int64_t *wanted)
+static void expect(kafka_reader *reader, const char *name, int32_t partition, int64_t value_offset, size_t n,
+                   const int64_t *wanted)
 {
     kafka_error err = {0};
     int64_t offsets[100];
     seen s = {.value_offset = value_offset};
     for (size_t i = 0; i < n; i++) offsets[i] = wanted[i] < 0 ? -wanted[i] : wanted[i];
     int64_t before = now_ms();
-    if (kafka_reader_read(reader, name, partition, offsets, n, 10000, see, &s, &err) != 0) fail_msg("%s %s", err.name, err.text);
-    if (getenv("KMQ_TEST_TIMES") != NULL) fprintf(stderr, "%s: %zu offsets from %lld in %lld ms\n", name, n, (long long)offsets[0], (long long)(now_ms() - before));
+    if (kafka_reader_read(reader, name, partition, offsets, n, 10000, see, &s, &err) != 0)
+        fail_msg("%s %s", err.name, err.text);
+    if (getenv("KMQ_TEST_TIMES") != NULL)
+        fprintf(stderr, "%s: %zu offsets from %lld in %lld ms\n", name, n, (long long)offsets[0],
+                (long long)(now_ms() - before));
     assert_int_equal(s.n, n);
     for (size_t i = 0; i < n; i++) {
         assert_int_equal(s.offsets[i], offsets[i]);
         assert_int_equal(s.found[i], wanted[i] >= 0);
     }
 }
-#define EXPECT(reader, name, partition, ...)                                                                                       \
-    do {                                                                                                                           \
-        const int64_t wanted[] = {__VA_ARGS__};                                                                                    \
-        expect(reader, name, partition, 0, sizeof wanted / sizeof wanted[0], wanted);                                              \
+#define EXPECT(reader, name, partition, ...)                                                                           \
+    do {                                                                                                               \
+        const int64_t wanted[] = {__VA_ARGS__};                                                                        \
+        expect(reader, name, partition, 0, sizeof wanted / sizeof wanted[0], wanted);                                  \
     } while (0)
 
 static void read_exact(void **state)
@@ -236,8 +240,8 @@ static void read_failing(void **state)
     topic(&c, "read-down", 1);
     fill_partition(&c, "read-down", 0, 10);
     EXPECT(reader, "read-down", 0, 1);
-    rd_kafka_mock_push_request_errors(c.mock, 1 /* Fetch */, 3, RD_KAFKA_RESP_ERR_NOT_LEADER_FOR_PARTITION, RD_KAFKA_RESP_ERR__TRANSPORT,
-                                      RD_KAFKA_RESP_ERR_UNKNOWN_TOPIC_OR_PART);
+    rd_kafka_mock_push_request_errors(c.mock, 1 /* Fetch */, 3, RD_KAFKA_RESP_ERR_NOT_LEADER_FOR_PARTITION,
+                                      RD_KAFKA_RESP_ERR__TRANSPORT, RD_KAFKA_RESP_ERR_UNKNOWN_TOPIC_OR_PART);
     EXPECT(reader, "read-down", 0, 2, 3); /* passing errors pass */
     rd_kafka_mock_broker_set_down(c.mock, 1);
     assert_int_equal(kafka_reader_read(reader, "read-down", 0, &one, 1, 500, see, &s, &err), KAFKA_EKAFKA);
@@ -268,7 +272,8 @@ static void admin_requests(void **state)
     topic_with(&c, "admin-real", 2, config, 2);
     assert_int_equal(kafka_admin_create_topic(admin, "admin-real", 1, 1, NULL, 0, 10000, &err), KAFKA_EKAFKA);
     assert_string_equal(err.name, "TOPIC_ALREADY_EXISTS");
-    assert_int_equal(kafka_admin_create_topic(admin, "admin-real-3", 1, 3, NULL, 0, 10000, &err), KAFKA_EKAFKA); /* one broker */
+    assert_int_equal(kafka_admin_create_topic(admin, "admin-real-3", 1, 3, NULL, 0, 10000, &err),
+                     KAFKA_EKAFKA); /* one broker */
     assert_string_equal(err.name, "INVALID_REPLICATION_FACTOR");
     kafka_property bad[] = {{"no.such.config", "1"}};
     assert_int_equal(kafka_admin_create_topic(admin, "admin-real-4", 1, 1, bad, 1, 10000, &err), KAFKA_EKAFKA);
@@ -375,8 +380,10 @@ static void read_control_records(void **state)
     for (int i = 0; i < 3; i++) { /* offsets 0 c 2 a 4 c: the value is the offset */
         char value[4] = {(char)('0' + 2 * i)};
         assert_null(rd_kafka_begin_transaction(rk));
-        assert_int_equal(rd_kafka_producev(rk, RD_KAFKA_V_TOPIC("control"), RD_KAFKA_V_PARTITION(0), RD_KAFKA_V_MSGFLAGS(RD_KAFKA_MSG_F_COPY),
-                                           RD_KAFKA_V_VALUE(value, 1), RD_KAFKA_V_END), 0);
+        assert_int_equal(rd_kafka_producev(rk, RD_KAFKA_V_TOPIC("control"), RD_KAFKA_V_PARTITION(0),
+                                           RD_KAFKA_V_MSGFLAGS(RD_KAFKA_MSG_F_COPY), RD_KAFKA_V_VALUE(value, 1),
+                                           RD_KAFKA_V_END),
+                         0);
         rd_kafka_flush(rk, 10000);
         assert_null(i == 1 ? rd_kafka_abort_transaction(rk, 10000) : rd_kafka_commit_transaction(rk, 10000));
     }
@@ -395,14 +402,19 @@ static void read_compacted(void **state)
     (void)state;
     REAL_ONLY(c);
     kafka_error err;
-    kafka_property config[] = {{"cleanup.policy", "compact"}, {"segment.ms", "100"}, {"min.cleanable.dirty.ratio", "0.01"}, {"min.compaction.lag.ms", "0"}};
+    kafka_property config[] = {{"cleanup.policy", "compact"},
+                               {"segment.ms", "100"},
+                               {"min.cleanable.dirty.ratio", "0.01"},
+                               {"min.compaction.lag.ms", "0"}};
     topic_with(&c, "compacted", 1, config, 4);
     kafka_producer *producer = producer_open(&c, NULL, true);
     kafka_topic *t = kafka_producer_topic(producer, "compacted", &err);
     for (int i = 0; i < 60; i++) { /* keys a, b, c in turns; the last segments are active */
         char value[8];
         int len = snprintf(value, sizeof value, "%d", i);
-        assert_int_equal(kafka_producer_send(producer, t, 0, i % 20 == 7 ? "once" : "often", i % 20 == 7 ? 4 : 5, value, (size_t)len, NULL, 0, 0, NULL, &err), 0);
+        assert_int_equal(kafka_producer_send(producer, t, 0, i % 20 == 7 ? "once" : "often", i % 20 == 7 ? 4 : 5, value,
+                                             (size_t)len, NULL, 0, 0, NULL, &err),
+                         0);
         assert_int_equal(reports_read(producer, 1), 0);
         if (i % 10 == 9) nap_ms(150);
     }
@@ -415,15 +427,18 @@ static void read_compacted(void **state)
         seen s = {0};
         size_t found = 0;
         for (int i = 0; i < 60; i++) offsets[i] = i;
-        assert_int_equal(kafka_reader_read(reader, "compacted", 0, offsets, 60, 10000, see, &s, &err), 0); /* values are checked */
+        assert_int_equal(kafka_reader_read(reader, "compacted", 0, offsets, 60, 10000, see, &s, &err),
+                         0); /* values are checked */
         assert_int_equal(s.n, 60);
         for (int i = 0; i < 60; i++) found += s.found[i];
         assert_true(s.found[59]);
         compacted = found < 20;
         if (!compacted) nap_ms(500);
     }
-    if (!compacted) print_message("the broker has not compacted in time\n");
-    else EXPECT(reader, "compacted", 0, -1, -2, -20, 59);
+    if (!compacted)
+        print_message("the broker has not compacted in time\n");
+    else
+        EXPECT(reader, "compacted", 0, -1, -2, -20, 59);
     kafka_reader_destroy(reader);
 }
 
@@ -453,10 +468,12 @@ static void read_scattered(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(metadata),        cmocka_unit_test(no_admin_api),         cmocka_unit_test(no_broker),
-        cmocka_unit_test(read_exact),      cmocka_unit_test(read_gone),            cmocka_unit_test(read_failing),
-        cmocka_unit_test(read_scattered),  cmocka_unit_test(admin_requests),       cmocka_unit_test(nothing_creates),
-        cmocka_unit_test(read_control_records), cmocka_unit_test(read_compacted),
+        cmocka_unit_test(metadata),        cmocka_unit_test(no_admin_api),
+        cmocka_unit_test(no_broker),       cmocka_unit_test(read_exact),
+        cmocka_unit_test(read_gone),       cmocka_unit_test(read_failing),
+        cmocka_unit_test(read_scattered),  cmocka_unit_test(admin_requests),
+        cmocka_unit_test(nothing_creates), cmocka_unit_test(read_control_records),
+        cmocka_unit_test(read_compacted),
     };
     return cmocka_run_group_tests_name("kafka admin and reader", tests, start, stop);
 }
