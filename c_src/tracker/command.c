@@ -14,7 +14,13 @@
  *   stop            _                                            -> ok, when commits are made and the group is left; then wait for exit
  *   anything else                                                -> {error, unknown_command}
  *
- *   Names of events and what they carry: events in loop.c, redeliver.c, part.c; listed in ARCHITECTURE.md.
+ *   Events: started; assigned, revoked #{partitions => [{MarkerTopic, P}]}; ready #{topic, partition, open, markers, ms};
+ *   redelivered, dead_lettered #{topic, partition, cause, count, lateness_ms (mean), lateness_max_ms, lateness_min_ms};
+ *   gone #{topic, partition, count, offset}; malformed #{topic, partition, malformed, foreign, offset} (counts since the last one);
+ *   marker_gap #{topic, partition, from, to}; alarm #{reason, topic, partition, text} (at most every 30 s each); error #{name, code,
+ *   retriable, fatal, text}; log #{level, text}; gauges #{in_flight, waiting, partitions => [#{topic, partition, open, lag,
+ *   oldest_age_ms}]} each second. Sums are told every 100 ms. Events are dropped, replies never, when nobody reads them.
+ *
  *   Options that are not known are skipped. A frame that is not a command ends the program (status 1, a line on stderr). */
 #include "command.h"
 
