@@ -114,8 +114,8 @@ typedef struct collector {
 static void collect_topic(void *ctx, const char *topic, int n_partitions)
 {
     collector *c = ctx;
-    c->list = enif_make_list_cell(c->env, enif_make_tuple2(c->env, term_text(c->env, topic), enif_make_int(c->env, n_partitions)),
-                                  c->list);
+    c->list = enif_make_list_cell(
+        c->env, enif_make_tuple2(c->env, term_text(c->env, topic), enif_make_int(c->env, n_partitions)), c->list);
 }
 
 KMQ_NIF(nif_admin_topics)
@@ -217,7 +217,8 @@ KMQ_NIF(nif_admin_committed)
     (void)argc;
     unsigned length;
     int timeout;
-    if (!enif_get_list_length(env, argv[1], &length) || !enif_get_int(env, argv[2], &timeout)) return enif_make_badarg(env);
+    if (!enif_get_list_length(env, argv[1], &length) || !enif_get_int(env, argv[2], &timeout))
+        return enif_make_badarg(env);
     kafka_partition *list = enif_alloc((length + 1) * sizeof *list);
     size_t n = 0;
     ERL_NIF_TERM head, tail = argv[1], result = 0; /* 0 = a bad argument: making that term already raises */
@@ -237,7 +238,8 @@ KMQ_NIF(nif_admin_committed)
     ERL_NIF_TERM out_list = enif_make_list(env, 0);
     for (size_t i = n; i-- > 0;)
         out_list = enif_make_list_cell(env,
-                                       enif_make_tuple3(env, term_text(env, list[i].topic), enif_make_int(env, list[i].partition),
+                                       enif_make_tuple3(env, term_text(env, list[i].topic),
+                                                        enif_make_int(env, list[i].partition),
                                                         enif_make_int64(env, list[i].offset)),
                                        out_list);
     result = leave(env, a, rc, &err, term_ok(env, out_list));
@@ -274,7 +276,8 @@ KMQ_NIF(nif_admin_offset_for_time)
     ErlNifSInt64 time_ms;
     char *topic = term_string(env, argv[1]);
     ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
-    if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int64(env, argv[3], &time_ms) && enif_get_int(env, argv[4], &timeout)) {
+    if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int64(env, argv[3], &time_ms) &&
+        enif_get_int(env, argv[4], &timeout)) {
         admin *a = enter(env, argv[0], &result);
         kafka_error err = {0};
         int64_t offset = 0;
@@ -294,10 +297,13 @@ KMQ_NIF(nif_admin_delete_records)
     ErlNifSInt64 before;
     char *topic = term_string(env, argv[1]);
     ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
-    if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int64(env, argv[3], &before) && enif_get_int(env, argv[4], &timeout)) {
+    if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int64(env, argv[3], &before) &&
+        enif_get_int(env, argv[4], &timeout)) {
         admin *a = enter(env, argv[0], &result);
         kafka_error err = {0};
-        if (a) result = leave(env, a, kafka_admin_delete_records(a->admin, topic, partition, before, timeout, &err), &err, atoms.ok);
+        if (a)
+            result = leave(env, a, kafka_admin_delete_records(a->admin, topic, partition, before, timeout, &err), &err,
+                           atoms.ok);
     }
     enif_free(topic);
     return result ? result : enif_make_badarg(env);

@@ -35,8 +35,10 @@ void consumer_down(ErlNifEnv *env, void *object, ErlNifPid *pid, ErlNifMonitor *
     if (!e) return;
     enif_mutex_lock(e->wake_lock);
     bool owner = enif_compare_pids(pid, &e->owner) == 0;
-    if (owner) e->owner_alive = false;
-    else if (e->borrower_set && enif_compare_pids(pid, &e->borrower) == 0) e->borrower_set = e->ready_sent = false;
+    if (owner)
+        e->owner_alive = false;
+    else if (e->borrower_set && enif_compare_pids(pid, &e->borrower) == 0)
+        e->borrower_set = e->ready_sent = false;
     enif_mutex_unlock(e->wake_lock);
     if (!owner) return;
     enif_mutex_lock(e->lock);
@@ -71,7 +73,8 @@ static bool read_config(ErlNifEnv *env, ERL_NIF_TERM map, engine *e)
     ERL_NIF_TERM value;
     int64_t instance = 0;
     if (!enif_get_map_value(env, map, atoms.group_id, &value) || !(c->group_id = term_string(env, value))) return false;
-    if (!enif_get_map_value(env, map, atoms.count_header, &value) || !(c->count_header = term_string(env, value))) return false;
+    if (!enif_get_map_value(env, map, atoms.count_header, &value) || !(c->count_header = term_string(env, value)))
+        return false;
     if (!enif_get_map_value(env, map, atoms.format, &value)) return false;
     c->format = enif_compare(value, atoms.kmq) == 0 ? FORMAT_KMQ : FORMAT_RANGE;
     if (!enif_get_map_value(env, map, atoms.delivery, &value)) return false;
@@ -84,7 +87,8 @@ static bool read_config(ErlNifEnv *env, ERL_NIF_TERM map, engine *e)
               term_map_int64(env, map, atoms.ack_flush_ms, &c->ack_flush_ms) &&
               term_map_int64(env, map, atoms.revoke_wait_ms, &c->revoke_wait_ms) &&
               term_map_int64(env, map, atoms.max_poll_ms, &c->max_poll_ms) &&
-              term_map_int64(env, map, atoms.store_bytes, &c->store_bytes) && term_map_int64(env, map, atoms.instance, &instance);
+              term_map_int64(env, map, atoms.store_bytes, &c->store_bytes) &&
+              term_map_int64(env, map, atoms.instance, &instance);
     c->instance = (uint64_t)instance;
     if (!c->markers) c->max_in_flight = INT64_MAX;
     return ok && c->lease_ms > 0 && c->start_ahead > 0 && c->max_in_flight > 0 && c->max_poll_ms > 0 &&
@@ -132,7 +136,8 @@ KMQ_NIF(nif_consumer_open)
     enif_self(env, &e->owner);
     e->owner_alive = true;
     kafka_error err = {0};
-    kafka_wake control = {.fn = engine_control_woken, .ctx = e, .fd = -1}, records = {.fn = engine_records_woken, .ctx = e, .fd = -1};
+    kafka_wake control = {.fn = engine_control_woken, .ctx = e, .fd = -1},
+               records = {.fn = engine_records_woken, .ctx = e, .fd = -1};
     int rc = engine_open_producer(e, &err);
     if (!rc) rc = kafka_consumer_open(props, n_props, &control, &records, &e->consumer, &err);
     ErlNifMonitor monitor;
@@ -183,7 +188,8 @@ KMQ_NIF(nif_consumer_attach)
     consumer *c;
     ErlNifPid pid;
     bool none = enif_compare(argv[1], atoms.nil) == 0;
-    if (!enif_get_resource(env, argv[0], consumer_type, (void **)&c) || (!none && !enif_get_local_pid(env, argv[1], &pid)))
+    if (!enif_get_resource(env, argv[0], consumer_type, (void **)&c) ||
+        (!none && !enif_get_local_pid(env, argv[1], &pid)))
         return enif_make_badarg(env);
     engine *e = c->engine;
     ErlNifMonitor monitor;
@@ -247,7 +253,8 @@ KMQ_NIF(nif_consumer_assign)
     (void)argc;
     ErlNifUInt64 epoch;
     unsigned length;
-    if (!enif_get_uint64(env, argv[1], &epoch) || !enif_get_list_length(env, argv[2], &length)) return enif_make_badarg(env);
+    if (!enif_get_uint64(env, argv[1], &epoch) || !enif_get_list_length(env, argv[2], &length))
+        return enif_make_badarg(env);
     kafka_partition *list = enif_alloc((length + 1) * sizeof *list);
     bool *has_commit = enif_alloc(length + 1);
     size_t n = 0;
@@ -261,10 +268,14 @@ KMQ_NIF(nif_consumer_assign)
     if (!e) goto out;
     enif_mutex_lock(e->lock);
     kafka_error err = {0};
-    if (e->state != ENGINE_OPEN) result = term_error_atom(env, atoms.closed);
-    else if (e->epoch != epoch || e->rebalance != REB_ASSIGN) result = term_error_atom(env, atoms.stale);
-    else if (engine_assign(e, list, has_commit, n, &err)) result = term_error(env, &err);
-    else result = atoms.ok;
+    if (e->state != ENGINE_OPEN)
+        result = term_error_atom(env, atoms.closed);
+    else if (e->epoch != epoch || e->rebalance != REB_ASSIGN)
+        result = term_error_atom(env, atoms.stale);
+    else if (engine_assign(e, list, has_commit, n, &err))
+        result = term_error(env, &err);
+    else
+        result = atoms.ok;
     enif_mutex_unlock(e->lock);
     engine_notify_owner(e, 0);
 out:
@@ -288,7 +299,8 @@ KMQ_NIF(nif_consumer_reset)
         return term_error_atom(env, atoms.stale);
     }
     kafka_error err = {0};
-    return unlock_result(env, e, engine_reset(e, p, offset < 0 ? p->position : offset, &err), &err);
+    return unlock_result(env, e, engine_reset(e, p, offset < 0 ? p->position : offset, offset < 0 ? p->sent : -1, &err),
+                         &err);
 }
 
 KMQ_NIF(nif_consumer_rebuild)
@@ -390,12 +402,15 @@ static void after_settle(engine *e, int64_t added)
 
 static ERL_NIF_TERM failure(ErlNifEnv *env, int slot, int64_t offset, int rc)
 {
-    ERL_NIF_TERM reason = rc == KMQ_ELATE ? atoms.late : rc == KMQ_EUNKNOWN ? atoms.unknown : rc == KMQ_ENOMEM
-                              ? enif_make_atom(env, "enomem") : atoms.closed;
+    ERL_NIF_TERM reason = rc == KMQ_ELATE      ? atoms.late
+                          : rc == KMQ_EUNKNOWN ? atoms.unknown
+                          : rc == KMQ_ENOMEM   ? enif_make_atom(env, "enomem")
+                                               : atoms.closed;
     return enif_make_tuple3(env, enif_make_int(env, slot), enif_make_int64(env, offset), reason);
 }
 
-static bool get_token(ErlNifEnv *env, ERL_NIF_TERM term, int arity_wanted, int *slot, int64_t *offset, ErlNifSInt64 *third)
+static bool get_token(ErlNifEnv *env, ERL_NIF_TERM term, int arity_wanted, int *slot, int64_t *offset,
+                      ErlNifSInt64 *third)
 {
     const ERL_NIF_TERM *t;
     int arity;
@@ -408,8 +423,8 @@ static bool get_token(ErlNifEnv *env, ERL_NIF_TERM term, int arity_wanted, int *
 }
 
 /* A run of offsets of one slot. */
-static ERL_NIF_TERM settle_run(ErlNifEnv *env, engine *e, int slot, kmq_end_cause cause, const int64_t *offsets, size_t n, ERL_NIF_TERM failures,
-                               int64_t *added)
+static ERL_NIF_TERM settle_run(ErlNifEnv *env, engine *e, int slot, kmq_end_cause cause, const int64_t *offsets,
+                               size_t n, ERL_NIF_TERM failures, int64_t *added)
 {
     int8_t results[SETTLE_CHUNK];
     enif_rwlock_rlock(e->slots_lock);
@@ -429,7 +444,8 @@ static ERL_NIF_TERM settle_run(ErlNifEnv *env, engine *e, int slot, kmq_end_caus
     if (was_full) engine_wake_borrower(e);
     for (size_t i = 0; i < n; i++) {
         if (results[i] == KMQ_OK || results[i] == KMQ_ELATE) ++*added;
-        if (results[i] != KMQ_OK) failures = enif_make_list_cell(env, failure(env, slot, offsets[i], results[i]), failures);
+        if (results[i] != KMQ_OK)
+            failures = enif_make_list_cell(env, failure(env, slot, offsets[i], results[i]), failures);
     }
     return failures;
 }
@@ -441,7 +457,8 @@ KMQ_NIF(nif_consumer_settle)
     int cause, slot = -1, next_slot;
     engine *e = get_engine(env, argv[0]);
     unsigned length;
-    if (!e || !enif_get_int(env, argv[1], &cause) || cause < 0 || cause >= KMQ_END_CAUSES || !enif_get_list_length(env, argv[2], &length))
+    if (!e || !enif_get_int(env, argv[1], &cause) || cause < 0 || cause >= KMQ_END_CAUSES ||
+        !enif_get_list_length(env, argv[2], &length))
         return enif_make_badarg(env);
     if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
     int64_t offsets[SETTLE_CHUNK], offset, added = 0;
@@ -462,11 +479,15 @@ KMQ_NIF(nif_consumer_settle)
     return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
 }
 
-static int retry_one(engine *e, int slot, int64_t offset, int64_t delay_ms, int cause, int flags, const ErlNifBinary *text)
+static int retry_one(engine *e, int slot, int64_t offset, int64_t delay_ms, int cause, int flags,
+                     const ErlNifBinary *text)
 {
     retry *r = enif_alloc(sizeof *r + text->size);
     if (!r) return KMQ_ENOMEM;
-    *r = (retry){.range = {offset, offset + 1}, .delay_ms = delay_ms, .cause = (uint8_t)cause, .flags = (uint8_t)flags,
+    *r = (retry){.range = {offset, offset + 1},
+                 .delay_ms = delay_ms,
+                 .cause = (uint8_t)cause,
+                 .flags = (uint8_t)flags,
                  .text_len = text->size};
     if (text->size) memcpy(r->text, text->data, text->size);
     enif_rwlock_rlock(e->slots_lock);
@@ -498,8 +519,9 @@ KMQ_NIF(nif_consumer_retry)
     engine *e = get_engine(env, argv[0]);
     int cause, flags, slot;
     ErlNifBinary text;
-    if (!e || !enif_is_list(env, argv[1]) || !enif_get_int(env, argv[2], &cause) || cause < 0 || cause > KMQ_RETRY_REJECTED ||
-        !enif_get_int(env, argv[3], &flags) || flags < 0 || flags > 3 || !enif_inspect_binary(env, argv[4], &text))
+    if (!e || !enif_is_list(env, argv[1]) || !enif_get_int(env, argv[2], &cause) || cause < 0 ||
+        cause > KMQ_RETRY_REJECTED || !enif_get_int(env, argv[3], &flags) || flags < 0 || flags > 3 ||
+        !enif_inspect_binary(env, argv[4], &text))
         return enif_make_badarg(env);
     if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
     if (text.size > KMQ_ERROR_TEXT_MAX) text.size = KMQ_ERROR_TEXT_MAX;
@@ -509,8 +531,10 @@ KMQ_NIF(nif_consumer_retry)
     while (enif_get_list_cell(env, tail, &head, &tail)) {
         if (!get_token(env, head, 3, &slot, &offset, &delay) || delay < 0) return enif_make_badarg(env);
         int rc = retry_one(e, slot, offset, delay, cause, flags, &text);
-        if (rc == KMQ_OK) added++;
-        else failures = enif_make_list_cell(env, failure(env, slot, offset, rc), failures);
+        if (rc == KMQ_OK)
+            added++;
+        else
+            failures = enif_make_list_cell(env, failure(env, slot, offset, rc), failures);
     }
     after_settle(e, added);
     return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);

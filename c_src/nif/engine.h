@@ -71,6 +71,7 @@ struct part {
     kafka_queue *queue; /* NULL when retired */
     bool hot;           /* its queue may hold more */
     bool broken;        /* waits for a new position (out of range) */
+    bool lame;          /* no memory on the way: begins again at the first offset not handed out */
     int64_t position;   /* next offset expected from the queue */
     store store;
     /* the gate of the first window; -1: no commit asked for yet */
@@ -117,7 +118,7 @@ struct engine {
     engine_topic *topics;
     size_t n_topics;
 
-    part **slots; /* by slot number; NULL = gone */
+    part **slots;                           /* by slot number; NULL = gone */
     int32_t n_slots, cap_slots, first_slot; /* all below first_slot are gone */
     ErlNifRWLock *slots_lock;
     part **active; /* what is assigned, in round-robin order */
@@ -138,14 +139,14 @@ struct engine {
     int64_t prompt_until; /* until then a commit is due at once */
     int64_t renew_due, flush_due, rebuild_asked;
 
-    mark *oldest, *newest; /* marks in flight */
+    mark *oldest, *newest;   /* marks in flight */
     uint64_t seq, flush_seq; /* flush_seq: 0 = nobody waits */
     size_t ends_in_flight;   /* ENDs and RETRYs */
     bool producer_broken;
     char start_error[160];
     int64_t start_error_at;
 
-    _Atomic int64_t pending;  /* ENDs and RETRYs not yet in a record */
+    _Atomic int64_t pending;   /* ENDs and RETRYs not yet in a record */
     _Atomic int64_t owner_due; /* when the owner polls next */
     _Atomic bool records_woken;
 
@@ -169,8 +170,9 @@ void engine_wake_borrower(engine *engine);               /* no lock needed */
 void engine_want_commit(engine *engine, int64_t now);
 void engine_send_commit(engine *engine, int64_t now);
 int engine_poll(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_ms);
-int engine_assign(engine *engine, const kafka_partition *partitions, const bool *has_commit, size_t n, kafka_error *err);
-int engine_reset(engine *engine, part *part, int64_t offset, kafka_error *err);
+int engine_assign(engine *engine, const kafka_partition *partitions, const bool *has_commit, size_t n,
+                  kafka_error *err);
+int engine_reset(engine *engine, part *part, int64_t offset, int64_t committed, kafka_error *err);
 int engine_rebuild(engine *engine, kafka_error *err);
 void engine_close_begin(engine *engine, int64_t deadline);
 void engine_kill(engine *engine); /* at once, from any state; never blocks */
@@ -193,8 +195,9 @@ void marks_start(engine *engine, part *part, int64_t now);
 void marks_flush(engine *engine, int64_t now); /* ENDs and RETRYs that wait */
 void marks_renew(engine *engine, int64_t now);
 void marks_timeouts(engine *engine, int64_t now);
-void marks_release(engine *engine, part *part, bool open); /* RETRY released: STARTed and covered by a commit; open ones too */
-void marks_fail_all(engine *engine, int64_t now);          /* the producer is gone: what was in flight failed */
-bool marks_settled(const engine *engine);                  /* nothing waits and no END or RETRY is in flight */
+void marks_release(engine *engine, part *part,
+                   bool open);                    /* RETRY released: STARTed and covered by a commit; open ones too */
+void marks_fail_all(engine *engine, int64_t now); /* the producer is gone: what was in flight failed */
+bool marks_settled(const engine *engine);         /* nothing waits and no END or RETRY is in flight */
 
 #endif

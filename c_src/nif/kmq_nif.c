@@ -53,12 +53,13 @@ static KMQ_NIF(nif_backoff)
     double u;
     int64_t list[BACKOFF_LIST];
     kmq_backoff backoff = {.kind = KMQ_BACKOFF_EXPONENTIAL};
-    if (!enif_get_tuple(env, argv[0], &arity, &t) || !enif_get_int64(env, argv[1], &attempt) || !enif_get_double(env, argv[2], &u))
+    if (!enif_get_tuple(env, argv[0], &arity, &t) || !enif_get_int64(env, argv[1], &attempt) ||
+        !enif_get_double(env, argv[2], &u))
         return enif_make_badarg(env);
     if (arity == 5 && (enif_compare(t[0], atoms.exponential) == 0 || enif_compare(t[0], atoms.linear) == 0)) {
         if (enif_compare(t[0], atoms.linear) == 0) backoff.kind = KMQ_BACKOFF_LINEAR;
-        if (!enif_get_int64(env, t[1], &ms[0]) || !enif_get_int64(env, t[2], &ms[1]) || !enif_get_double(env, t[3], &backoff.factor) ||
-            !enif_get_double(env, t[4], &backoff.jitter))
+        if (!enif_get_int64(env, t[1], &ms[0]) || !enif_get_int64(env, t[2], &ms[1]) ||
+            !enif_get_double(env, t[3], &backoff.factor) || !enif_get_double(env, t[4], &backoff.jitter))
             return enif_make_badarg(env);
         backoff.min_ms = ms[0];
         backoff.max_ms = ms[1];

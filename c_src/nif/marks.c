@@ -13,8 +13,10 @@ static void link_mark(engine *e, mark *m)
     m->seq = ++e->seq;
     m->prev = e->newest;
     m->next = NULL;
-    if (e->newest) e->newest->next = m;
-    else e->oldest = m;
+    if (e->newest)
+        e->newest->next = m;
+    else
+        e->oldest = m;
     e->newest = m;
     m->part->in_flight++;
     if (m->type == KMQ_MARKER_START) m->part->starts_in_flight++;
@@ -23,16 +25,21 @@ static void link_mark(engine *e, mark *m)
 
 static void unlink_mark(engine *e, mark *m)
 {
-    if (m->prev) m->prev->next = m->next;
-    else e->oldest = m->next;
-    if (m->next) m->next->prev = m->prev;
-    else e->newest = m->prev;
+    if (m->prev)
+        m->prev->next = m->next;
+    else
+        e->oldest = m->next;
+    if (m->next)
+        m->next->prev = m->prev;
+    else
+        e->newest = m->prev;
     m->part->in_flight--;
     if (m->type == KMQ_MARKER_START) m->part->starts_in_flight--;
     if (m->type == KMQ_MARKER_END || m->type == KMQ_MARKER_RETRY) e->ends_in_flight--;
 }
 
-static retry *new_retry(kmq_range range, int64_t delay_ms, uint8_t cause, uint8_t flags, const char *text, size_t text_len)
+static retry *new_retry(kmq_range range, int64_t delay_ms, uint8_t cause, uint8_t flags, const char *text,
+                        size_t text_len)
 {
     retry *r = enif_alloc(sizeof *r + text_len);
     if (!r) return NULL;
@@ -63,12 +70,14 @@ static void give_back(engine *e, part *p, uint8_t type, uint8_t cause, uint8_t f
     enif_mutex_lock(p->lock);
     switch (type) {
     case KMQ_MARKER_START:
-        if (p->state == PART_ACTIVE) kmq_ledger_start_failed(&p->ledger, ranges[0].lo, ranges[n - 1].hi);
+        if (p->state == PART_ACTIVE && kmq_ledger_start_failed(&p->ledger, ranges[0].lo, ranges[n - 1].hi))
+            p->lame = true;
         p->start_pause_until = now + START_PAUSE_MS;
         break;
     case KMQ_MARKER_END:
-        kmq_ledger_end_failed(&p->ledger, (kmq_end_cause)cause, ranges, n);
-        atomic_fetch_add(&e->pending, count_offsets(ranges, n));
+        /* no memory: the lease ends instead, and the message comes again */
+        if (kmq_ledger_end_failed(&p->ledger, (kmq_end_cause)cause, ranges, n) == KMQ_OK)
+            atomic_fetch_add(&e->pending, count_offsets(ranges, n));
         break;
     case KMQ_MARKER_RETRY:
         for (size_t i = 0; i < n; i++) {
@@ -95,7 +104,8 @@ static void finish(engine *e, mark *m, int64_t now)
         give_back(e, p, m->type, m->cause, m->flags, m->time_ms, m->text, m->text_len, m->ranges, m->n_ranges, now);
     } else if (m->type == KMQ_MARKER_START) {
         enif_mutex_lock(p->lock);
-        if (p->state == PART_ACTIVE) kmq_ledger_started(&p->ledger, m->ranges[0].lo, m->ranges[m->n_ranges - 1].hi);
+        if (p->state == PART_ACTIVE && kmq_ledger_started(&p->ledger, m->ranges[0].lo, m->ranges[m->n_ranges - 1].hi))
+            p->lame = true;
         enif_mutex_unlock(p->lock);
         (void)KMQ_FAILPOINT("start_handout");
         engine_wake_borrower(e);
@@ -104,12 +114,18 @@ static void finish(engine *e, mark *m, int64_t now)
     enif_free(m);
 }
 
-static mark *new_mark(part *p, uint8_t type, const kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause, uint8_t flags,
-                      const char *text, size_t text_len)
+static mark *new_mark(part *p, uint8_t type, const kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause,
+                      uint8_t flags, const char *text, size_t text_len)
 {
     mark *m = enif_alloc(sizeof *m + n * sizeof *ranges);
     if (!m) return NULL;
-    *m = (mark){.part = p, .type = type, .time_ms = time_ms, .cause = cause, .flags = flags, .n_ranges = n, .text_len = text_len};
+    *m = (mark){.part = p,
+                .type = type,
+                .time_ms = time_ms,
+                .cause = cause,
+                .flags = flags,
+                .n_ranges = n,
+                .text_len = text_len};
     memcpy(m->ranges, ranges, n * sizeof *ranges);
     if (text_len) {
         m->text = enif_alloc(text_len);
@@ -124,21 +140,21 @@ static mark *new_mark(part *p, uint8_t type, const kmq_range *ranges, size_t n, 
 
 /* ------------------------------------------------------------------ writing */
 /* One range record of as many leading ranges as fit. Returns how many; 0 = could not be queued. */
-static size_t write_range_record(engine *e, part *p, uint8_t type, const kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause,
-                                 uint8_t flags, const char *text, size_t text_len)
+static size_t write_range_record(engine *e, part *p, uint8_t type, const kmq_range *ranges, size_t n, int64_t time_ms,
+                                 uint8_t cause, uint8_t flags, const char *text, size_t text_len)
 {
     kmq_marker_tlv tlv = {.text = text, .text_len = text_len, .instance = e->config.instance, .has_instance = true};
     size_t used = 0;
-    int size = kmq_marker_encode(e->buffer, sizeof e->buffer, &p->topic->scope, (kmq_marker_type)type, ranges, n, time_ms, cause, flags,
-                                 &tlv, &used);
+    int size = kmq_marker_encode(e->buffer, sizeof e->buffer, &p->topic->scope, (kmq_marker_type)type, ranges, n,
+                                 time_ms, cause, flags, &tlv, &used);
     if (size <= 0 || !used) return 0;
     mark *m = new_mark(p, type, ranges, used, time_ms, cause, flags, text, text_len);
     if (!m) return 0;
     uint8_t key[KMQ_MARKER_KEY_BYTES];
     kmq_marker_encode_key(key, p->partition, -1);
     m->left = 1;
-    if (kafka_producer_send(e->producer, p->topic->marker, p->partition, key, sizeof key, e->buffer, (size_t)size, NULL, 0, 0, m,
-                            NULL)) {
+    if (kafka_producer_send(e->producer, p->topic->marker, p->partition, key, sizeof key, e->buffer, (size_t)size, NULL,
+                            0, 0, m, NULL)) {
         enif_free(m->text);
         enif_free(m);
         return 0;
@@ -147,8 +163,8 @@ static size_t write_range_record(engine *e, part *p, uint8_t type, const kmq_ran
     return used;
 }
 
-static size_t kmq_headers(const engine *e, uint8_t type, uint8_t cause, uint8_t *flags_digit, uint8_t flags, const char *text,
-                          size_t text_len, kafka_header out[4])
+static size_t kmq_headers(const engine *e, uint8_t type, uint8_t cause, uint8_t *flags_digit, uint8_t flags,
+                          const char *text, size_t text_len, kafka_header out[4])
 {
     size_t n = 0;
     if (type == KMQ_MARKER_END) return 0; /* END carries nothing: a Java peer reads its key alone */
@@ -164,15 +180,17 @@ static size_t kmq_headers(const engine *e, uint8_t type, uint8_t cause, uint8_t 
 }
 
 /* kmq format: a record per offset, one mark for up to KMQ_BATCH of them. Returns the offsets written, from the front. */
-static int64_t write_kmq_records(engine *e, part *p, uint8_t type, kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause,
-                                 uint8_t flags, const char *text, size_t text_len)
+static int64_t write_kmq_records(engine *e, part *p, uint8_t type, kmq_range *ranges, size_t n, int64_t time_ms,
+                                 uint8_t cause, uint8_t flags, const char *text, size_t text_len)
 {
     mark *m = new_mark(p, type, ranges, n, time_ms, cause, flags, text, text_len);
     if (!m) return 0;
     uint8_t key[KMQ_MARKER_KEY_BYTES], value[9], digit;
     size_t value_len = type == KMQ_MARKER_END ? 1 : 9;
-    if (type == KMQ_MARKER_END) kmq_marker_encode_kmq_end(value);
-    else kmq_marker_encode_kmq_start(value, time_ms);
+    if (type == KMQ_MARKER_END)
+        kmq_marker_encode_kmq_end(value);
+    else
+        kmq_marker_encode_kmq_start(value, time_ms);
     kafka_header headers[4];
     size_t n_headers = kmq_headers(e, type, cause, &digit, flags, text, text_len, headers);
     int64_t written = 0;
@@ -182,8 +200,8 @@ static int64_t write_kmq_records(engine *e, part *p, uint8_t type, kmq_range *ra
         int64_t o = ranges[i].lo;
         for (; o < ranges[i].hi && written < KMQ_BATCH; o++) {
             kmq_marker_encode_key(key, p->partition, o);
-            if (kafka_producer_send(e->producer, p->topic->marker, p->partition, key, sizeof key, value, value_len, headers, n_headers,
-                                    0, m, NULL)) {
+            if (kafka_producer_send(e->producer, p->topic->marker, p->partition, key, sizeof key, value, value_len,
+                                    headers, n_headers, 0, m, NULL)) {
                 full = true;
                 break;
             }
@@ -207,8 +225,8 @@ static int64_t write_kmq_records(engine *e, part *p, uint8_t type, kmq_range *ra
 }
 
 /* Writes all of it, or as much as the producer's queue takes; the rest waits again. true = all written. */
-static bool write_marks(engine *e, part *p, uint8_t type, kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause, uint8_t flags,
-                        const char *text, size_t text_len, int64_t now)
+static bool write_marks(engine *e, part *p, uint8_t type, kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause,
+                        uint8_t flags, const char *text, size_t text_len, int64_t now)
 {
     while (n && e->producer && !e->producer_broken) {
         size_t used = 0;
@@ -218,7 +236,8 @@ static bool write_marks(engine *e, part *p, uint8_t type, kmq_range *ranges, siz
         } else {
             int64_t written = write_kmq_records(e, p, type, ranges, n, time_ms, cause, flags, text, text_len);
             if (!written) break;
-            while (used < n && written >= ranges[used].hi - ranges[used].lo) written -= ranges[used].hi - ranges[used].lo, used++;
+            while (used < n && written >= ranges[used].hi - ranges[used].lo)
+                written -= ranges[used].hi - ranges[used].lo, used++;
             if (used < n) ranges[used].lo += written;
         }
         ranges += used;
@@ -248,7 +267,8 @@ static bool flush_ends(engine *e, part *p, int64_t now)
         for (;;) {
             size_t n = 0;
             enif_mutex_lock(p->lock);
-            int rc = kmq_ledger_take_end(&p->ledger, (kmq_end_cause)cause, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
+            int rc = kmq_ledger_take_end(&p->ledger, (kmq_end_cause)cause, e->ranges,
+                                         sizeof e->ranges / sizeof *e->ranges, &n);
             enif_mutex_unlock(p->lock);
             if (rc || !n) break;
             atomic_fetch_sub(&e->pending, count_offsets(e->ranges, n));
@@ -272,7 +292,9 @@ static bool flush_retries(engine *e, part *p, int64_t now)
         list = r->next;
         atomic_fetch_sub(&e->pending, r->range.hi - r->range.lo);
         kmq_range range = r->range;
-        all = write_marks(e, p, KMQ_MARKER_RETRY, &range, 1, r->delay_ms, r->cause, r->flags, r->text, r->text_len, now) && all;
+        all = write_marks(e, p, KMQ_MARKER_RETRY, &range, 1, r->delay_ms, r->cause, r->flags, r->text, r->text_len,
+                          now) &&
+              all;
         enif_free(r);
     }
     return all;
@@ -336,8 +358,9 @@ void marks_release(engine *e, part *p, bool open)
     for (;;) {
         size_t n = 0;
         enif_mutex_lock(p->lock);
-        int rc = open ? kmq_ledger_held(&p->ledger, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n)
-                      : kmq_ledger_covered_waiting(&p->ledger, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
+        int rc =
+            open ? kmq_ledger_held(&p->ledger, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n)
+                 : kmq_ledger_covered_waiting(&p->ledger, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
         enif_mutex_unlock(p->lock);
         if (rc || !n) return;
         write_marks(e, p, KMQ_MARKER_RETRY, e->ranges, n, 0, KMQ_RETRY_RELEASED, 0, NULL, 0, now);
@@ -347,7 +370,8 @@ void marks_release(engine *e, part *p, bool open)
 /* ------------------------------------------------------------------ reports */
 static void note_start_error(engine *e, const mark *m, const kafka_report *r, int64_t now)
 {
-    if (m->type != KMQ_MARKER_START || e->start_error[0] || (e->start_error_at && now - e->start_error_at < 5000)) return;
+    if (m->type != KMQ_MARKER_START || e->start_error[0] || (e->start_error_at && now - e->start_error_at < 5000))
+        return;
     snprintf(e->start_error, sizeof e->start_error, "%s-%d: %s", m->part->topic->marker_name, (int)m->part->partition,
              r->error_name ? r->error_name : "failed");
     e->start_error_at = now;

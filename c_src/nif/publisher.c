@@ -75,8 +75,10 @@ static ERL_NIF_TERM item_term(ErlNifEnv *env, const item *i)
 
 static void complete(publisher *p, batch *b, ErlNifEnv *caller_env)
 {
-    if (b->prev) b->prev->next = b->next;
-    else p->first = b->next;
+    if (b->prev)
+        b->prev->next = b->next;
+    else
+        p->first = b->next;
     if (b->next) b->next->prev = b->prev;
     ErlNifEnv *env = b->env;
     ERL_NIF_TERM list = enif_make_list(env, 0);
@@ -147,7 +149,8 @@ KMQ_NIF(nif_publisher_open)
     void *memory = NULL;
     if (!term_properties(env, argv[0], &props, &n, &memory)) return enif_make_badarg(env);
     ERL_NIF_TERM value;
-    bool idempotent = !enif_get_map_value(env, argv[1], atoms.idempotent, &value) || enif_compare(value, atoms.true_) == 0;
+    bool idempotent =
+        !enif_get_map_value(env, argv[1], atoms.idempotent, &value) || enif_compare(value, atoms.true_) == 0;
     publisher *p = enif_alloc_resource(publisher_type, sizeof *p);
     memset(p, 0, sizeof *p);
     p->lock = enif_mutex_create((char *)(uintptr_t) "kmq:publisher");
@@ -229,7 +232,8 @@ static bool get_headers(ErlNifEnv *env, ERL_NIF_TERM list, kafka_header **out, s
         const ERL_NIF_TERM *pair;
         int arity;
         ErlNifBinary name;
-        if (!enif_get_tuple(env, head, &arity, &pair) || arity != 2 || !enif_inspect_binary(env, pair[0], &name)) return false;
+        if (!enif_get_tuple(env, head, &arity, &pair) || arity != 2 || !enif_inspect_binary(env, pair[0], &name))
+            return false;
         bytes += name.size + 1;
     }
     kafka_header *headers = enif_alloc(bytes);
@@ -271,7 +275,8 @@ static int send_one(ErlNifEnv *env, publisher *p, kafka_topic *topic, ERL_NIF_TE
         !enif_get_int64(env, t[4], &timestamp) || !get_headers(env, t[3], &headers, &n_headers, &memory))
         return -1;
     kafka_error err = {0};
-    int rc = kafka_producer_send(p->producer, topic, partition, key, key_len, value, value_len, headers, n_headers, timestamp, to, &err);
+    int rc = kafka_producer_send(p->producer, topic, partition, key, key_len, value, value_len, headers, n_headers,
+                                 timestamp, to, &err);
     enif_free(memory);
     if (rc == KAFKA_EFULL) return 0;
     *refused = rc != 0;
@@ -364,10 +369,12 @@ static ERL_NIF_TERM events_term(ErlNifEnv *env, publisher *p)
     ERL_NIF_TERM list = enif_make_list(env, 0);
     while (kafka_producer_poll(p->producer, &event)) {
         if (event.type == KAFKA_EVENT_ERROR)
-            list = enif_make_list_cell(env, enif_make_tuple2(env, atoms.error, term_kafka_error(env, &event.error)), list);
+            list =
+                enif_make_list_cell(env, enif_make_tuple2(env, atoms.error, term_kafka_error(env, &event.error)), list);
         else if (event.type == KAFKA_EVENT_LOG)
             list = enif_make_list_cell(
-                env, enif_make_tuple3(env, atoms.log, enif_make_int(env, event.level), term_text(env, event.text)), list);
+                env, enif_make_tuple3(env, atoms.log, enif_make_int(env, event.level), term_text(env, event.text)),
+                list);
         else if (event.type == KAFKA_EVENT_TOKEN)
             list = enif_make_list_cell(env, enif_make_tuple2(env, atoms.token, term_text(env, event.text)), list);
         kafka_event_free(&event);

@@ -7,11 +7,11 @@
 #include "../kafka/failpoint.h"
 
 enum {
-    POP = 256,            /* records popped and freed together */
-    QUANTUM = 1024,       /* of one partition in a row: a START of 1,000 costs what one of 10 costs */
-    HAND_OUT = 64,        /* messages between two looks at the clock */
-    SLICE_US = 700,       /* a normal scheduler is not held longer than about this */
-    MAX_HEADERS = 1024    /* looked at without allocation; more are allocated */
+    POP = 256,         /* records popped and freed together */
+    QUANTUM = 1024,    /* of one partition in a row: a START of 1,000 costs what one of 10 costs */
+    HAND_OUT = 64,     /* messages between two looks at the clock */
+    SLICE_US = 700,    /* a normal scheduler is not held longer than about this */
+    MAX_HEADERS = 1024 /* looked at without allocation; more are allocated */
 };
 
 static bool slice_over(ErlNifTime start) { return enif_monotonic_time(ERL_NIF_USEC) - start > SLICE_US; }
@@ -56,7 +56,8 @@ static bool read_headers(const engine *e, const kafka_header *headers, size_t n,
         } else if (strncmp(h->name, "kmq-", 4) != 0) {
             continue;
         } else if (!group && header_is(h, "kmq-group")) {
-            ours = h->value && h->value_len == strlen(e->config.group_id) && !memcmp(h->value, e->config.group_id, h->value_len);
+            ours = h->value && h->value_len == strlen(e->config.group_id) &&
+                   !memcmp(h->value, e->config.group_id, h->value_len);
             group = true;
         } else if (!deliveries && header_is(h, "kmq-deliveries")) {
             kmq->deliveries = parse_count(h) + 1;
@@ -78,69 +79,91 @@ static void note_error(engine *e, part *p, const kafka_record *record)
     /* others (a leader moving, EOF) are librdkafka's to retry; the control queue reports what matters */
 }
 
-/* A message is kept, or the offset is skipped: either way the position moves. false = no memory: nothing moved. */
+/* The ledger first, then the store: when there is no memory for a message, its offset waits in the ledger without one, nothing
+ * behind it is taken, and the partition begins again at the first offset that was not handed out. Never a gap. */
+static bool store_or_break(part *p, const kafka_record *record, const kafka_header *headers, size_t n,
+                           const store_kmq *kmq)
+{
+    if (store_push(&p->store, record, headers, n, kmq)) return true;
+    p->lame = true;
+    return false;
+}
+
+static bool keep_headed(engine *e, part *p, const kafka_record *record, const kafka_header *headers, size_t n)
+{
+    store_kmq kmq = {.attempt = 1, .deliveries = 1, .id_header = -1};
+    bool ours = !n || read_headers(e, headers, n, &kmq);
+    enif_mutex_lock(p->lock);
+    int rc =
+        ours ? kmq_ledger_fetch(&p->ledger, &record->offset, 1, NULL) : kmq_ledger_skip(&p->ledger, record->offset);
+    enif_mutex_unlock(p->lock);
+    if (rc) {
+        p->lame = true;
+        return false;
+    }
+    p->position = record->offset + 1;
+    if (!ours) p->foreign_copies++;
+    return !ours || store_or_break(p, record, headers, n, &kmq);
+}
+
+/* A message is kept, or its offset is skipped (another group's copy): either way the position moves. */
 static bool keep(engine *e, part *p, const kafka_record *record)
 {
     kafka_header small[16], *headers = small;
     size_t n = kafka_record_headers(record, small, sizeof small / sizeof *small);
     if (n > sizeof small / sizeof *small) {
         headers = enif_alloc(n * sizeof *headers);
-        if (!headers) return false;
+        if (!headers) {
+            p->lame = true;
+            return false;
+        }
         n = kafka_record_headers(record, headers, n);
     }
-    store_kmq kmq = {.attempt = 1, .deliveries = 1, .id_header = -1};
-    bool ours = !n || read_headers(e, headers, n, &kmq);
-    bool ok = !ours || store_push(&p->store, record, headers, n, &kmq);
+    bool ok = keep_headed(e, p, record, headers, n);
     if (headers != small) enif_free(headers);
-    if (!ok) return false;
-    size_t accepted = 0;
-    enif_mutex_lock(p->lock);
-    if (ours) kmq_ledger_fetch(&p->ledger, &record->offset, 1, &accepted);
-    else kmq_ledger_skip(&p->ledger, record->offset);
-    enif_mutex_unlock(p->lock);
-    if (!ours) p->foreign_copies++;
-    p->position = record->offset + 1;
-    return true;
+    return ok;
 }
 
 /* The common case, many plain messages: one call into the ledger for all of them. */
 static size_t keep_plain(part *p, const kafka_record *records, size_t n)
 {
-    int64_t offsets[POP];
     static const store_kmq fresh = {.attempt = 1, .deliveries = 1, .id_header = -1};
-    size_t count = 0;
+    int64_t offsets[POP], next = p->position;
+    size_t count = 0, kept = 0;
     for (; count < n; count++) {
         const kafka_record *r = &records[count];
         kafka_header one;
-        if (r->error || r->offset < p->position + (int64_t)(count ? offsets[count - 1] + 1 - p->position : 0) ||
-            kafka_record_headers(r, &one, 1) || !store_push(&p->store, r, NULL, 0, &fresh))
-            break;
+        if (r->error || r->offset < next || kafka_record_headers(r, &one, 1)) break;
         offsets[count] = r->offset;
+        next = r->offset + 1;
     }
     if (!count) return 0;
-    size_t accepted = 0;
     enif_mutex_lock(p->lock);
-    kmq_ledger_fetch(&p->ledger, offsets, count, &accepted);
+    int rc = kmq_ledger_fetch(&p->ledger, offsets, count, NULL);
     enif_mutex_unlock(p->lock);
-    p->position = offsets[count - 1] + 1;
-    return count;
+    if (rc) {
+        p->lame = true;
+        return 0;
+    }
+    p->position = next;
+    while (kept < count && store_or_break(p, &records[kept], NULL, 0, &fresh)) kept++;
+    return kept;
 }
 
 static size_t fetch_some(engine *e, part *p, size_t max)
 {
     kafka_record records[POP];
     size_t n = kafka_queue_pop(p->queue, records, max < POP ? max : POP), i = 0, kept = 0;
-    while (i < n) {
+    while (i < n && !p->broken && !p->lame) {
         size_t plain = keep_plain(p, records + i, n - i);
         i += plain;
         kept += plain;
-        if (i == n) break;
+        if (i == n || p->lame) break;
         const kafka_record *r = &records[i++];
-        if (r->error) note_error(e, p, r);
-        else if (r->offset >= p->position && !p->broken) {
-            if (keep(e, p, r)) kept++;
-            else p->broken = true; /* no memory: begins again at its position */
-        }
+        if (r->error)
+            note_error(e, p, r);
+        else if (r->offset >= p->position && keep(e, p, r))
+            kept++;
     }
     kafka_records_free(records, n);
     if (n < (max < POP ? max : POP)) p->hot = false;
@@ -174,7 +197,8 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         e->cursor = (e->cursor + 1) % e->n_active;
         size_t got = 0, before = p->store.bytes;
         uint64_t skipped = p->foreign_copies;
-        while (p->hot && !p->broken && !p->full && got < QUANTUM && (int64_t)got < room && (int64_t)bytes < e->config.store_bytes) {
+        while (p->hot && !p->broken && !p->lame && !p->full && got < QUANTUM && (int64_t)got < room &&
+               (int64_t)bytes < e->config.store_bytes) {
             size_t left = (size_t)(room - (int64_t)got);
             got += fetch_some(e, p, left < QUANTUM - got ? left : QUANTUM - got);
             if (slice_over(start)) break;
@@ -211,7 +235,8 @@ static void ask_gate(engine *e, part *p, int64_t window, int64_t now)
     e->commit_due = now;
 }
 
-static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, int64_t now, ErlNifTime start, bool *cut, ERL_NIF_TERM *list)
+static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, int64_t now, ErlNifTime start, bool *cut,
+                             ERL_NIF_TERM *list)
 {
     int64_t got = 0;
     size_t bytes = 0;
@@ -219,11 +244,13 @@ static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, in
     *cut = false;
     while (got < max) {
         enif_mutex_lock(p->lock);
-        int64_t ready = kmq_ledger_ready(&p->ledger), free_slots = e->config.max_in_flight - kmq_ledger_open(&p->ledger);
+        int64_t ready = kmq_ledger_ready(&p->ledger),
+                free_slots = e->config.max_in_flight - kmq_ledger_open(&p->ledger);
         p->full = ready > 0 && free_slots <= 0;
         int64_t n = ready < max - got ? ready : max - got;
         if (n > free_slots) n = free_slots;
         if (n > HAND_OUT) n = HAND_OUT;
+        if (n > (int64_t)p->store.count) n = (int64_t)p->store.count;
         if (n > 0 && p->gated) {
             enif_mutex_unlock(p->lock);
             ask_gate(e, p, ready < max ? ready : max, now);

@@ -14,7 +14,7 @@ enum { NO_LENGTH = -1 };
 
 typedef struct store_entry {
     int64_t offset, timestamp_ms;
-    ErlNifBinary large; /* the value, when it is large: owned until the entry is taken */
+    ErlNifBinary large;         /* the value, when it is large: owned until the entry is taken */
     int32_t key_len, value_len; /* NO_LENGTH = null */
     uint32_t headers_len, n_headers;
     store_kmq kmq;
@@ -29,10 +29,7 @@ typedef struct packed_header {
 
 void store_init(store *s) { *s = (struct store){0}; }
 
-static store_entry *first_entry(const store *s)
-{
-    return (store_entry *)(void *)(s->first->bytes + s->first->read);
-}
+static store_entry *first_entry(const store *s) { return (store_entry *)(void *)(s->first->bytes + s->first->read); }
 
 static void drop_entry(store *s, store_entry *entry)
 {
@@ -65,8 +62,10 @@ static unsigned char *reserve(store *s, size_t size)
         block->next = NULL;
         block->read = block->write = 0;
         block->size = room;
-        if (s->last) s->last->next = block;
-        else s->first = block;
+        if (s->last)
+            s->last->next = block;
+        else
+            s->first = block;
         s->last = block;
     }
     unsigned char *at = block->bytes + block->write;
@@ -80,7 +79,8 @@ static unsigned char *append(unsigned char *at, const void *bytes, size_t size)
     return at + size;
 }
 
-bool store_push(store *s, const kafka_record *record, const kafka_header *headers, size_t n_headers, const store_kmq *kmq)
+bool store_push(store *s, const kafka_record *record, const kafka_header *headers, size_t n_headers,
+                const store_kmq *kmq)
 {
     size_t headers_len = 0;
     for (size_t i = 0; i < n_headers; i++)
@@ -163,15 +163,17 @@ ERL_NIF_TERM store_take(store *s, ErlNifEnv *env, size_t *bytes)
     const unsigned char *at = (const unsigned char *)(entry + 1);
     ERL_NIF_TERM key = take_bytes(env, &at, entry->key_len);
     ERL_NIF_TERM value;
-    if (entry->is_large) value = enif_make_binary(env, &entry->large);
-    else value = take_bytes(env, &at, entry->value_len);
+    if (entry->is_large)
+        value = enif_make_binary(env, &entry->large);
+    else
+        value = take_bytes(env, &at, entry->value_len);
     ERL_NIF_TERM id = atoms.nil;
     ERL_NIF_TERM headers = entry->n_headers ? take_headers(env, at, entry, &id) : enif_make_list(env, 0);
-    ERL_NIF_TERM term = enif_make_tuple8(env, enif_make_int64(env, entry->offset), enif_make_int64(env, entry->timestamp_ms),
-                                         key, value, headers, enif_make_int(env, entry->kmq.attempt),
-                                         enif_make_int(env, entry->kmq.deliveries), id);
-    size_t size = (entry->key_len > 0 ? (size_t)entry->key_len : 0) + (entry->value_len > 0 ? (size_t)entry->value_len : 0) +
-                  entry->headers_len;
+    ERL_NIF_TERM term = enif_make_tuple8(
+        env, enif_make_int64(env, entry->offset), enif_make_int64(env, entry->timestamp_ms), key, value, headers,
+        enif_make_int(env, entry->kmq.attempt), enif_make_int(env, entry->kmq.deliveries), id);
+    size_t size = (entry->key_len > 0 ? (size_t)entry->key_len : 0) +
+                  (entry->value_len > 0 ? (size_t)entry->value_len : 0) + entry->headers_len;
     s->bytes -= size;
     *bytes += size;
     drop_entry(s, entry);

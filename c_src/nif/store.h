@@ -37,7 +37,8 @@ typedef struct store_kmq {
 void store_init(store *store);
 void store_free(store *store);
 /* Copies the record and its headers. false = no memory, unchanged. */
-bool store_push(store *store, const kafka_record *record, const kafka_header *headers, size_t n_headers, const store_kmq *kmq);
+bool store_push(store *store, const kafka_record *record, const kafka_header *headers, size_t n_headers,
+                const store_kmq *kmq);
 /* Offset of the first entry; only when count > 0. */
 int64_t store_first(const store *store);
 /* Takes the first entry out as the term {Offset, Ts, Key, Value, Headers, Attempt, Deliveries, Id | nil}. */
