@@ -19,7 +19,14 @@ defmodule Bench do
   def main(args) do
     {options, _, bad} =
       OptionParser.parse(args,
-        strict: [kafka: :string, messages: :integer, partitions: :integer, bytes: :integer, runs: :integer, only: :string]
+        strict: [
+          kafka: :string,
+          messages: :integer,
+          partitions: :integer,
+          bytes: :integer,
+          runs: :integer,
+          only: :string
+        ]
       )
 
     if bad != [], do: raise(ArgumentError, "unknown option #{inspect(bad)}")
@@ -35,7 +42,9 @@ defmodule Bench do
         bytes: options[:bytes] || 100,
         runs: options[:runs] || 3,
         only: options[:only] && String.split(options[:only], ","),
-        alone: System.get_env("KMQ_RDKAFKA_ALONE") || raise("KMQ_RDKAFKA_ALONE: the path of the C program (make bench sets it)")
+        alone:
+          System.get_env("KMQ_RDKAFKA_ALONE") ||
+            raise("KMQ_RDKAFKA_ALONE: the path of the C program (make bench sets it)")
       })
     after
       stop.()
@@ -45,7 +54,9 @@ defmodule Bench do
   defp kafka(nil) do
     Code.require_file("test/support/kafka_broker.ex")
     broker = apply(Kmq.Test.Kafka, :start!, [])
-    {apply(Kmq.Test.Kafka, :bootstrap, [broker]), fn -> apply(Kmq.Test.Kafka, :stop, [broker]) end}
+
+    {apply(Kmq.Test.Kafka, :bootstrap, [broker]),
+     fn -> apply(Kmq.Test.Kafka, :stop, [broker]) end}
   end
 
   defp kafka(bootstrap), do: {bootstrap, fn -> :ok end}
@@ -56,9 +67,21 @@ defmodule Bench do
     head(b)
     :ok = Kmq.Topics.create_topic(topic, b.partitions, hosts: b.bootstrap)
     note("publishing #{b.messages} messages of #{b.bytes} bytes ...")
-    {_, 0} = System.cmd(b.alone, ["produce", b.bootstrap, topic, "#{b.partitions}", "#{b.messages}", "#{b.bytes}"])
 
-    lines = for {name, _, _} = line <- @lines, b.only == nil or name in b.only or name == "alone", do: line
+    {_, 0} =
+      System.cmd(b.alone, [
+        "produce",
+        b.bootstrap,
+        topic,
+        "#{b.partitions}",
+        "#{b.messages}",
+        "#{b.bytes}"
+      ])
+
+    lines =
+      for {name, _, _} = line <- @lines,
+          b.only == nil or name in b.only or name == "alone",
+          do: line
 
     # The lines in turn, run after run: what the machine does meanwhile hits all of them.
     results =
@@ -72,7 +95,12 @@ defmodule Bench do
 
   defp head(b) do
     {rdkafka, _} = :kmq_nif.version()
-    commit = with {out, 0} <- System.cmd("git", ["rev-parse", "--short", "HEAD"], stderr_to_stdout: true), do: String.trim(out)
+
+    commit =
+      with {out, 0} <-
+             System.cmd("git", ["rev-parse", "--short", "HEAD"], stderr_to_stdout: true),
+           do: String.trim(out)
+
     cpu = cpu_name()
 
     IO.puts("""
@@ -82,7 +110,10 @@ defmodule Bench do
   end
 
   defp cpu_name do
-    with {:ok, text} <- File.read("/proc/cpuinfo"), [_, name] <- Regex.run(~r/model name\s*:\s*(.+)/, text), do: name, else: (_ -> "cpu unknown")
+    with {:ok, text} <- File.read("/proc/cpuinfo"),
+         [_, name] <- Regex.run(~r/model name\s*:\s*(.+)/, text),
+         do: name,
+         else: (_ -> "cpu unknown")
   end
 
   defp note(text), do: IO.puts(:stderr, "  " <> text)
@@ -90,7 +121,9 @@ defmodule Bench do
   # ---- one measurement: {messages per second, CPU us per message}
 
   defp measure("alone", b, id) do
-    {out, 0} = System.cmd(b.alone, ["consume", b.bootstrap, b.topic, group(b, id), "#{b.messages}"])
+    {out, 0} =
+      System.cmd(b.alone, ["consume", b.bootstrap, b.topic, group(b, id), "#{b.messages}"])
+
     [n, seconds, cpu] = String.split(out)
     n = String.to_integer(n)
     {n / String.to_float(seconds), String.to_float(cpu) * 1.0e6 / n}
@@ -106,7 +139,9 @@ defmodule Bench do
     me = self()
 
     handler = fn message ->
-      if :counters.get(counter, 1) == 0 and :atomics.compare_exchange(first, 1, 0, 1) == :ok, do: send(me, {:first, now(), cpu()})
+      if :counters.get(counter, 1) == 0 and :atomics.compare_exchange(first, 1, 0, 1) == :ok,
+        do: send(me, {:first, now(), cpu()})
+
       :counters.add(counter, 1, 1)
       message
     end
@@ -146,7 +181,9 @@ defmodule Bench do
   end
 
   defp pull(b, id, extra) do
-    config = Kmq.Config.new!(Keyword.merge(options(b, id), Keyword.delete(extra, :delivery)), :producer)
+    config =
+      Kmq.Config.new!(Keyword.merge(options(b, id), Keyword.delete(extra, :delivery)), :producer)
+
     config = if extra[:delivery], do: %{config | delivery: extra[:delivery]}, else: config
     config = Map.merge(config, tuning())
     {:ok, handle} = Kmq.Handle.open(config, {:bench, id})
@@ -185,7 +222,8 @@ defmodule Bench do
         receive do
           {:kmq, _, :ready} -> loop(handle, ack?, n, got, start)
         after
-          10_000 -> raise "no message for 10 s (#{got} of #{n}) #{inspect(Kmq.Handle.info(handle), limit: :infinity)} #{inspect(Process.info(handle.pid, [:messages, :current_stacktrace, :dictionary]))} #{inspect(:sys.get_state(handle.pid) |> Map.drop([:config]))}"
+          10_000 ->
+            raise "no message for 10 s (#{got} of #{n}) #{inspect(Kmq.Handle.info(handle), limit: :infinity)} #{inspect(Process.info(handle.pid, [:messages, :current_stacktrace, :dictionary]))} #{inspect(:sys.get_state(handle.pid) |> Map.drop([:config]))}"
         end
 
       batches ->

@@ -60,8 +60,11 @@ static int produce(char **argv)
     for (long i = 0; i < bytes; i++) value[i] = (char)('a' + (i * 7919 + i / 26) % 26);
     for (long i = 0; i < count;) {
         if (bytes >= 8) memcpy(value, &i, 8);
-        if (rd_kafka_produce(topic, (int32_t)(i % partitions), RD_KAFKA_MSG_F_COPY, value, (size_t)bytes, NULL, 0, NULL) == 0) i++;
-        else rd_kafka_poll(rk, 10);
+        if (rd_kafka_produce(topic, (int32_t)(i % partitions), RD_KAFKA_MSG_F_COPY, value, (size_t)bytes, NULL, 0,
+                             NULL) == 0)
+            i++;
+        else
+            rd_kafka_poll(rk, 10);
         if (i % 1000 == 0) rd_kafka_poll(rk, 0);
     }
     if (rd_kafka_flush(rk, 120000)) die("flush", "not all messages were acknowledged");
@@ -123,9 +126,12 @@ static int consume(char **argv)
                 rd_kafka_message_destroy(messages[k]);
             }
         }
-        if (got > before) last = now();
-        else if (now() - last > 60) die("consume", "no message for 60 s");
-        else if (n_queues) nanosleep(&(struct timespec){0, 100000}, NULL);
+        if (got > before)
+            last = now();
+        else if (now() - last > 60)
+            die("consume", "no message for 60 s");
+        else if (n_queues)
+            nanosleep(&(struct timespec){0, 100000}, NULL);
     }
     printf("%ld %.6f %.6f\n", got, now() - start, cpu() - start_cpu);
     for (int i = 0; i < n_queues; i++) rd_kafka_queue_destroy(queues[i]);
@@ -139,6 +145,8 @@ int main(int argc, char **argv)
 {
     if (argc == 7 && !strcmp(argv[1], "produce")) return produce(argv);
     if (argc == 6 && !strcmp(argv[1], "consume")) return consume(argv);
-    fprintf(stderr, "usage: rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES | consume BOOTSTRAP TOPIC GROUP COUNT\n");
+    fprintf(
+        stderr,
+        "usage: rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES | consume BOOTSTRAP TOPIC GROUP COUNT\n");
     return 2;
 }

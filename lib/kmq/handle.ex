@@ -62,7 +62,10 @@ defmodule Kmq.Handle do
 
   defp start(config, key) do
     with {:ok, _partitions} <- Topics.prepare(config) do
-      case DynamicSupervisor.start_child(Kmq.HandleSupervisor, {__MODULE__, {config, key, self()}}) do
+      case DynamicSupervisor.start_child(
+             Kmq.HandleSupervisor,
+             {__MODULE__, {config, key, self()}}
+           ) do
         {:ok, pid} -> borrow(pid, config, key)
         {:error, {:already_started, pid}} -> borrow(pid, config, key)
         {:error, %Error{} = error} -> {:error, error}
@@ -109,7 +112,8 @@ defmodule Kmq.Handle do
   defp end_cause(:discard), do: 1
 
   @doc "Asks for another delivery after a delay, or (`:rejected`) for the dead letter topic."
-  @spec retry(t, [{integer, integer, non_neg_integer}], atom, binary | nil) :: :ok | {:error, [refusal]}
+  @spec retry(t, [{integer, integer, non_neg_integer}], atom, binary | nil) ::
+          :ok | {:error, [refusal]}
   def retry(handle, tokens, cause, text \\ nil)
 
   def retry(%__MODULE__{pid: pid} = handle, tokens, cause, text) when node(pid) != node() do
@@ -132,7 +136,9 @@ defmodule Kmq.Handle do
   defp trim_partial(text, 0), do: text
 
   defp trim_partial(text, n) do
-    if String.valid?(text), do: text, else: trim_partial(binary_part(text, 0, byte_size(text) - 1), n - 1)
+    if String.valid?(text),
+      do: text,
+      else: trim_partial(binary_part(text, 0, byte_size(text) - 1), n - 1)
   end
 
   defp refused(:ok, _tokens), do: :ok
@@ -182,8 +188,11 @@ defmodule Kmq.Handle do
   defp call(pid, request, timeout) do
     GenServer.call(pid, request, timeout)
   catch
-    :exit, {:timeout, _} -> {:error, Error.new(:timeout, "not done in #{timeout} ms", retriable?: true)}
-    :exit, _ -> {:error, Error.new(:closed, "the consumer is closed")}
+    :exit, {:timeout, _} ->
+      {:error, Error.new(:timeout, "not done in #{timeout} ms", retriable?: true)}
+
+    :exit, _ ->
+      {:error, Error.new(:closed, "the consumer is closed")}
   end
 
   # ---- the process
@@ -192,7 +201,11 @@ defmodule Kmq.Handle do
   def init({config, key, borrower}) do
     Process.flag(:trap_exit, true)
 
-    case :kmq_nif.consumer_open(config.consumer_props ++ version_props(), config.producer_props, engine_options(config)) do
+    case :kmq_nif.consumer_open(
+           config.consumer_props ++ version_props(),
+           config.producer_props,
+           engine_options(config)
+         ) do
       {:ok, ref} ->
         state = %{
           ref: ref,
@@ -237,7 +250,11 @@ defmodule Kmq.Handle do
   end
 
   defp engine_options(config) do
-    max_poll = config.consumer_props |> Map.new() |> Map.get("max.poll.interval.ms", "300000") |> String.to_integer()
+    max_poll =
+      config.consumer_props
+      |> Map.new()
+      |> Map.get("max.poll.interval.ms", "300000")
+      |> String.to_integer()
 
     %{
       group_id: config.group_id,
@@ -259,7 +276,8 @@ defmodule Kmq.Handle do
   end
 
   @impl true
-  def handle_call({:borrow, _config}, _from, %{closing: true} = state), do: {:reply, :closing, state}
+  def handle_call({:borrow, _config}, _from, %{closing: true} = state),
+    do: {:reply, :closing, state}
 
   def handle_call({:borrow, _config}, {pid, _}, state) do
     {:reply, {:ok, state.ref}, watch(state, pid)}
@@ -294,7 +312,10 @@ defmodule Kmq.Handle do
 
   @impl true
   def handle_info({:kmq, ref, {:due, 0}}, %{ref: ref} = state), do: {:noreply, poll(state)}
-  def handle_info({:kmq, ref, {:due, ms}}, %{ref: ref} = state), do: {:noreply, schedule(state, ms)}
+
+  def handle_info({:kmq, ref, {:due, ms}}, %{ref: ref} = state),
+    do: {:noreply, schedule(state, ms)}
+
   def handle_info({:kmq, ref, :ready}, %{ref: ref} = state), do: {:noreply, poll(state)}
 
   def handle_info({:timeout, timer, :poll}, %{timer: timer} = state) do
@@ -323,7 +344,10 @@ defmodule Kmq.Handle do
         :ok
 
       {:error, error} ->
-        Logger.error("kmq: #{name(state)}: no tracker: #{Exception.message(error)}; tried again in 5 s")
+        Logger.error(
+          "kmq: #{name(state)}: no tracker: #{Exception.message(error)}; tried again in 5 s"
+        )
+
         Process.send_after(self(), :tracker, 5_000)
     end
 
@@ -334,7 +358,10 @@ defmodule Kmq.Handle do
     {:noreply, orphaned(%{state | monitor: nil, borrower: nil}, reason)}
   end
 
-  def handle_info({:DOWN, monitor, :process, _pid, reason}, %{resolver: {_, monitor, epoch, partitions}} = state) do
+  def handle_info(
+        {:DOWN, monitor, :process, _pid, reason},
+        %{resolver: {_, monitor, epoch, partitions}} = state
+      ) do
     case reason do
       {:resolved, positions} ->
         {:noreply, assign(%{state | resolver: nil}, epoch, positions)}
@@ -410,8 +437,16 @@ defmodule Kmq.Handle do
     state = stop_resolvers(state)
 
     if partitions != [] do
-      Logger.info("kmq: #{name(state)}: #{if lost, do: "lost", else: "gave back"} #{describe(partitions)}")
-      telemetry([:assignments_revoked, :stop], %{duration: 0, monotonic_time: System.monotonic_time()}, state, %{partitions: partitions})
+      Logger.info(
+        "kmq: #{name(state)}: #{if lost, do: "lost", else: "gave back"} #{describe(partitions)}"
+      )
+
+      telemetry(
+        [:assignments_revoked, :stop],
+        %{duration: 0, monotonic_time: System.monotonic_time()},
+        state,
+        %{partitions: partitions}
+      )
     end
 
     state
@@ -428,7 +463,11 @@ defmodule Kmq.Handle do
 
   defp event({:rebuild, error}, state) do
     error = Error.from_native(error, "the marker producer")
-    Logger.error("kmq: #{name(state)}: #{error.message}; it is replaced, nothing is handed out meanwhile")
+
+    Logger.error(
+      "kmq: #{name(state)}: #{error.message}; it is replaced, nothing is handed out meanwhile"
+    )
+
     telemetry([:error], %{count: 1}, state, %{error: error})
     _ = :kmq_nif.consumer_rebuild(state.ref)
     state
@@ -436,7 +475,13 @@ defmodule Kmq.Handle do
 
   defp event({:start_failed, what}, state) do
     note(state, {:start_failed, what}, fn ->
-      error = Error.new(:kafka, "markers are not written to #{what}: nothing is handed out, they are written again", retriable?: true)
+      error =
+        Error.new(
+          :kafka,
+          "markers are not written to #{what}: nothing is handed out, they are written again",
+          retriable?: true
+        )
+
       Logger.error("kmq: #{name(state)}: #{error.message}")
       telemetry([:error], %{count: 1}, state, %{error: error})
     end)
@@ -570,7 +615,10 @@ defmodule Kmq.Handle do
     {:ok, {count, _}} = :kmq_nif.admin_partitions(admin, topic, @admin_timeout)
     all = Enum.map(0..(max(count, Enum.max(mine) + 1) - 1), &{topic, &1})
     {:ok, commits} = :kmq_nif.admin_committed(admin, all, @admin_timeout)
-    commits = for {_, partition, offset} <- commits, offset >= 0, into: %{}, do: {partition, offset}
+
+    commits =
+      for {_, partition, offset} <- commits, offset >= 0, into: %{}, do: {partition, offset}
+
     first? = commits == %{}
 
     for partition <- mine do
@@ -579,7 +627,11 @@ defmodule Kmq.Handle do
           {topic, partition, offset, true}
 
         _ ->
-          policy = if first? or config.begin_offset == :reset, do: config.offset_reset_policy, else: :earliest
+          policy =
+            if first? or config.begin_offset == :reset,
+              do: config.offset_reset_policy,
+              else: :earliest
+
           {topic, partition, first_offset(policy, admin, topic, partition), false}
       end
     end
@@ -625,7 +677,12 @@ defmodule Kmq.Handle do
       "kmq: #{name(state)}: #{topic}-#{partition}: offset #{position} is not there (retention, or a new topic of the same name); reading goes on at #{offset}"
     )
 
-    telemetry([:offset_reset], %{from: position, to: offset}, state, %{topic: topic, partition: partition, reason: :out_of_range})
+    telemetry([:offset_reset], %{from: position, to: offset}, state, %{
+      topic: topic,
+      partition: partition,
+      reason: :out_of_range
+    })
+
     _ = :kmq_nif.consumer_reset(state.ref, slot, offset)
     poll(state)
   end
@@ -674,7 +731,13 @@ defmodule Kmq.Handle do
     reply =
       if how == :ok,
         do: :ok,
-        else: {:error, Error.new(:timeout, "#{name(state)}: closed, but not everything was acknowledged in time", retriable?: false)}
+        else:
+          {:error,
+           Error.new(
+             :timeout,
+             "#{name(state)}: closed, but not everything was acknowledged in time",
+             retriable?: false
+           )}
 
     Enum.each(state.closers, &GenServer.reply(&1, reply))
     Enum.each(state.flushers, &GenServer.reply(&1, if(how == :ok, do: :ok, else: reply)))
@@ -684,7 +747,10 @@ defmodule Kmq.Handle do
   defp down(error, state) do
     Logger.error("kmq: #{name(state)}: #{error.message}; this consumer stops")
     telemetry([:error], %{count: 1}, state, %{error: error})
-    if error.reason in [:fenced, :fenced_instance_id], do: telemetry([:fenced], %{count: 1}, state, %{})
+
+    if error.reason in [:fenced, :fenced_instance_id],
+      do: telemetry([:fenced], %{count: 1}, state, %{})
+
     state.borrower && send(state.borrower, {:kmq, state.ref, {:down, error}})
     {:stop, :normal, state}
   end
@@ -717,10 +783,16 @@ defmodule Kmq.Handle do
   defp describe(partitions) do
     partitions
     |> Enum.group_by(&elem(&1, 0), &elem(&1, 1))
-    |> Enum.map_join(", ", fn {topic, list} -> "#{topic}-#{inspect(Enum.sort(list), charlists: :as_lists, limit: 20)}" end)
+    |> Enum.map_join(", ", fn {topic, list} ->
+      "#{topic}-#{inspect(Enum.sort(list), charlists: :as_lists, limit: 20)}"
+    end)
   end
 
   defp telemetry(event, measurements, state, metadata) do
-    Telemetry.execute([:kmq | event], measurements, Map.merge(%{handle: state.key, group: state.config.group_id}, metadata))
+    Telemetry.execute(
+      [:kmq | event],
+      measurements,
+      Map.merge(%{handle: state.key, group: state.config.group_id}, metadata)
+    )
   end
 end
