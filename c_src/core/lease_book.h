@@ -24,11 +24,6 @@
  *   (3) with bits, at least one is open, and none outside its span;  (4) open and in_flight are the sums over the leases;
  *   (5) a text is counted once for each slot that holds it.
  *
- * A change of a page takes one of two ways. The plain one edits leases in place (whole leases, ends of leases, bits, a new
- * lease in a gap). Everything else is unpacked (who owns which offset), changed, and packed again into the fewest leases:
- * this splits and merges without a case for each. Records that touch several pages are planned first, so that the
- * memory they need is there before the first page changes.
- *
  * Memory: 32 B a lease; 1 bit an offset of its span, and about 32 B once, when it has holes. So in ranges of 1,000 it is
  * 0.05 B an open message, with acknowledgements at random in between 0.25 B an offset; 33 to 42 B for a message with a
  * deadline of its own.
