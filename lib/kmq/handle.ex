@@ -213,6 +213,7 @@ defmodule Kmq.Handle do
           key: key,
           borrower: nil,
           monitor: nil,
+          tracker: nil,
           timer: nil,
           timer_at: nil,
           resolver: nil,
@@ -340,8 +341,8 @@ defmodule Kmq.Handle do
 
   def handle_info(:tracker, state) do
     case Tracker.acquire(state.config, self()) do
-      {:ok, _pid} ->
-        :ok
+      {:ok, pid} ->
+        {:noreply, %{state | tracker: Process.monitor(pid)}}
 
       {:error, error} ->
         Logger.error(
@@ -349,9 +350,14 @@ defmodule Kmq.Handle do
         )
 
         Process.send_after(self(), :tracker, 5_000)
+        {:noreply, state}
     end
+  end
 
-    {:noreply, state}
+  # Its supervisor starts it again, but it does not know of us any more.
+  def handle_info({:DOWN, monitor, :process, _pid, _reason}, %{tracker: monitor} = state) do
+    unless state.closing, do: Process.send_after(self(), :tracker, 200)
+    {:noreply, %{state | tracker: nil}}
   end
 
   def handle_info({:DOWN, monitor, :process, _pid, reason}, %{monitor: monitor} = state) do
