@@ -56,10 +56,9 @@ test-long: setup-test
 
 # The VM itself is not built with ASan, so its runtime is loaded first; +Mea min lets ASan see the blocks of enif_alloc.
 test-asan: setup-test
-	@MIX_ENV=test MIX_BUILD_PATH=_build/asan KMQ_VARIANT=asan mix compile
 	@MIX_ENV=test MIX_BUILD_PATH=_build/asan KMQ_VARIANT=asan KMQ_SANITIZER=1 KMQ_TEST_SCALE=$${KMQ_TEST_SCALE:-3} \
 	    LD_PRELOAD=$$(cc -print-file-name=libasan.so):$$(cc -print-file-name=libubsan.so) ASAN_OPTIONS=detect_leaks=0 \
-	    ERL_FLAGS="+Mea min" mix test --no-compile --exclude integration $(ARGS)
+	    ERL_FLAGS="+Mea min" mix test --exclude integration $(ARGS)
 
 bench: setup-test
 	@$(C) VARIANT=release $(BUILD)/release/rdkafka_alone

@@ -53,7 +53,7 @@ defmodule Mix.Tasks.Compile.KmqNative do
     end
   end
 
-  defp priv_dir, do: Path.join(Mix.Project.app_path(), "priv")
+  defp priv_dir, do: Mix.Project.app_path() |> Path.join("priv") |> Path.expand()
 end
 
 defmodule Kmq.MixProject do
