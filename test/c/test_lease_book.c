@@ -210,6 +210,31 @@ static void test_rules(void **state)
     assert_int_equal(kmq_lease_book_open(book), 2001);
     feed(book, KMQ_MARKER_END, 0, INT64_MAX, 0, 13, 400);
     assert_int_equal(kmq_lease_book_open(book), 0);
+    /* a CLOCK moves the log time, and nothing else */
+    kmq_marker clock = {.type = KMQ_MARKER_CLOCK};
+    assert_int_equal(kmq_lease_book_apply(book, &clock, 14, 500), KMQ_OK);
+    assert_int_equal(kmq_lease_book_log_time(book), 500);
+    assert_int_equal(kmq_lease_book_open(book), 0);
+    kmq_lease_book_free(book);
+}
+
+/* The walk over what is due enters subtrees that have something due only before the offset it starts from. */
+static void test_seek_due(void **state)
+{
+    (void)state;
+    kmq_alloc alloc = kmq_alloc_libc();
+    kmq_lease_book *book = &trace;
+    kmq_lease_path path;
+    (void)kmq_lease_book_init(book, &alloc);
+    for (int64_t i = 0; i < 10000; i++) {
+        kmq_marker marker = {.type = KMQ_MARKER_START, .set = {.single = i}, .time_ms = i == 5 || i == 9000 ? 0 : 100};
+        assert_int_equal(kmq_lease_book_apply(book, &marker, i, 0), KMQ_OK);
+    }
+    assert_true(kmq_lease_tree_seek_due(&book->tree, 5, 0, &path));
+    assert_int_equal(kmq_lease_tree_at(&book->tree, &path)->lo, 5);
+    assert_true(kmq_lease_tree_seek_due(&book->tree, 6, 0, &path));
+    assert_int_equal(kmq_lease_tree_at(&book->tree, &path)->lo, 9000);
+    assert_false(kmq_lease_tree_seek_due(&book->tree, 9001, 0, &path));
     kmq_lease_book_free(book);
 }
 
@@ -527,7 +552,9 @@ static void test_merge(void **state)
     kmq_lease_book book;
     static kmq_range odd[1024];
     (void)kmq_lease_book_init(&book, &alloc);
-    feed(&book, KMQ_MARKER_START, 0, 1000, 50, 1, 0);
+    feed(&book, KMQ_MARKER_START, 0, 400, 50, 1, 0); /* one record's terms, in two pieces */
+    feed(&book, KMQ_MARKER_START, 400, 1000, 50, 1, 0);
+    assert_int_equal(kmq_lease_book_open(&book), 1000);
     assert_int_equal(count_leases(&book), 1);
     for (int i = 0; i < 500; i++) odd[i] = (kmq_range){2 * i, 2 * i + 1};
     kmq_marker marker = marker_of(KMQ_MARKER_EXTEND, odd, 500, 70, 0, 0, NULL);
@@ -907,12 +934,19 @@ static void test_memory(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_traces),     cmocka_unit_test(test_rules),
-        cmocka_unit_test(test_no_residue), cmocka_unit_test(test_model),
-        cmocka_unit_test(test_singles),    cmocka_unit_test(test_merge),
-        cmocka_unit_test(test_no_memory),  cmocka_unit_test(test_no_memory_take),
-        cmocka_unit_test(test_checkpoint), cmocka_unit_test(test_checkpoint_parts),
-        cmocka_unit_test(test_reference),  cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_traces),
+        cmocka_unit_test(test_rules),
+        cmocka_unit_test(test_seek_due),
+        cmocka_unit_test(test_no_residue),
+        cmocka_unit_test(test_model),
+        cmocka_unit_test(test_singles),
+        cmocka_unit_test(test_merge),
+        cmocka_unit_test(test_no_memory),
+        cmocka_unit_test(test_no_memory_take),
+        cmocka_unit_test(test_checkpoint),
+        cmocka_unit_test(test_checkpoint_parts),
+        cmocka_unit_test(test_reference),
+        cmocka_unit_test(test_memory),
     };
     kmq_marker_scope_init(&scope, "orders", 6, "workers", 7);
     return cmocka_run_group_tests(tests, NULL, NULL);
