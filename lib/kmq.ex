@@ -34,8 +34,9 @@ defmodule Kmq do
     * `:late` - its time limit had passed, or its partition belongs to someone else by now: it comes again
     * `:unknown` - it is not in work: it was settled before, or never handed out
     * `:closed` - the consumer is closed: it comes again after its lease
+    * `:enomem` - no memory for it: it is as before
   """
-  @type failure :: :late | :unknown | :closed
+  @type failure :: :late | :unknown | :closed | :enomem
 
   @typedoc "For one message the reason, for a list the messages concerned; all others of the list are settled."
   @type result :: :ok | {:error, failure} | {:error, [{Message.t(), failure}, ...]}

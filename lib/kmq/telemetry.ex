@@ -13,7 +13,7 @@ defmodule Kmq.Telemetry do
   | `[:kmq, :assignments_revoked, :stop]` | `duration`, `monotonic_time` | `handle, group, partitions` | they are gone |
   | `[:kmq, :take]` | `count` | `handle, group` | messages were handed to a producer |
   | `[:kmq, :ack]` | `count` | `handle, action` (`:ack, :retry, :reject, :discard`) | Broadway settled messages |
-  | `[:kmq, :ack, :error]` | `count` | `handle, action, reason`, `offsets` (at most 10 of `{slot, offset}`) | settling failed: these come again |
+  | `[:kmq, :ack, :error]` | `count` | `handle, action, reason`, `offsets` (at most 10 of `{slot, offset}`) | settling failed, see `t:Kmq.failure/0` |
   | `[:kmq, :late_ack]` | `count` | `handle, action, reason`, `offsets` | the time limit had passed before: these come again |
   | `[:kmq, :offset_reset]` | `from`, `to` | `handle, group, topic, partition, reason` | reading went on elsewhere: messages were deleted unread, or the topic is a new one |
   | `[:kmq, :fenced]` | `count` | `handle, group` | another member has this one's `group_instance_id` |

@@ -171,8 +171,7 @@ defmodule OffBroadway.Kmq.Acknowledger do
       Telemetry.execute(event, %{count: count}, metadata)
 
       Logger.warning(
-        "kmq: #{action} of #{count} messages not taken (#{reason}): they come again. First of them, {slot, offset}: " <>
-          inspect(shown)
+        "kmq: #{action} of #{count} messages not taken: #{meaning(reason)}. First of them, {slot, offset}: #{inspect(shown)}"
       )
     end)
   end
@@ -187,6 +186,11 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
     Logger.warning("kmq: #{action} failed (#{inspect(reason)}): the messages come again")
   end
+
+  defp meaning(:late), do: "they were in work for too long, and come again"
+  defp meaning(:unknown), do: "they are not in work (settled before?)"
+  defp meaning(:closed), do: "the consumer is closed, they come again"
+  defp meaning(reason), do: to_string(reason)
 
   defp settled(0, _handle, _action), do: :ok
 

@@ -1,0 +1,75 @@
+defmodule Kmq.AcknowledgerTest do
+  # What cannot be settled is said, by telemetry and in the log; it never raises into Broadway.
+  use Kmq.Test.ClusterCase, on: :sandbox
+
+  import ExUnit.CaptureLog
+  alias Kmq.{Consumer, Telemetry}
+  alias OffBroadway.Kmq.Acknowledger
+
+  defmodule Backend do
+    def execute([:kmq, :ack | _] = event, measurements, metadata),
+      do: send(:acknowledger_test, {event, measurements, metadata})
+
+    def execute(_event, _measurements, _metadata), do: :ok
+  end
+
+  setup do
+    Process.register(self(), :acknowledger_test)
+    Telemetry.put_backend(Backend)
+    on_exit(fn -> Telemetry.put_backend(nil) end)
+  end
+
+  defp broadway(message, ack_ref, status) do
+    data = {message.slot, message.offset, message.attempt}
+    %{data: message.value, status: status, acknowledger: {Acknowledger, ack_ref, data}}
+  end
+
+  test "settled twice, and after the end", %{cluster: cluster} do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ~w(a b c d))
+    consumer = consumer(options(cluster, topic, tracker: :external))
+    [a, b, c, d] = pull(consumer, 4)
+    ack_ref = {a.handle.ref, a.handle.pid, :default}
+    ok = Enum.map([a, b], &broadway(&1, ack_ref, :ok))
+
+    failed = [
+      broadway(c, ack_ref, {:failed, "no"}),
+      broadway(d, ack_ref, {:failed, {:discard, "old"}})
+    ]
+
+    assert Acknowledger.ack(ack_ref, ok, failed) == :ok
+    pid = a.handle.pid
+
+    for {action, count} <- [ack: 2, retry: 1, discard: 1],
+        do: assert_received({[:kmq, :ack], %{count: ^count}, %{action: ^action, handle: ^pid}})
+
+    log = capture_log(fn -> assert Acknowledger.ack(ack_ref, ok, []) == :ok end)
+    assert log =~ "ack of 2 messages not taken: they are not in work (settled before?)"
+    assert_received {[:kmq, :ack, :error], %{count: 2}, %{reason: :unknown, offsets: [_, _]}}
+    assert Kmq.ack(a) == {:error, :unknown}
+    assert {:error, refused} = Kmq.ack([a, b])
+
+    assert Enum.sort_by(refused, fn {message, _} -> message.offset end) == [
+             {a, :unknown},
+             {b, :unknown}
+           ]
+
+    assert Consumer.stop(consumer) == :ok
+    capture_log(fn -> assert Acknowledger.ack(ack_ref, ok, failed) == :ok end)
+    assert_received {[:kmq, :ack, :error], %{count: 2}, %{reason: :closed, action: :ack}}
+    assert_received {[:kmq, :ack, :error], %{count: 1}, %{reason: :closed, action: :retry}}
+    assert Kmq.retry(c) == {:error, :closed}
+  end
+
+  test "configure: options as the producer's, bad ones raise", %{cluster: _cluster} do
+    assert Acknowledger.configure(:ref, {1, 2, 3}, on_failure: :reject) ==
+             {:ok, {1, 2, 3, nil, :reject}}
+
+    assert Acknowledger.configure(:ref, {1, 2, 3, nil, :reject}, on_success: :noop) ==
+             {:ok, {1, 2, 3, :noop, :reject}}
+
+    assert_raise ArgumentError, "unknown option :on_fail, did you mean :on_failure?", fn ->
+      Acknowledger.configure(:ref, {1, 2, 3}, on_fail: :reject)
+    end
+  end
+end
