@@ -90,10 +90,11 @@ bool kmq_lease_book_has(const kmq_lease_book *book, int64_t offset, kmq_due *out
 bool kmq_lease_book_next(const kmq_lease_book *book, int64_t *cursor, kmq_range *run, int64_t *due_ms, uint8_t *cause,
                          uint8_t *flags);
 
-/* CHECKPOINT out: calls sink for each part's entry bytes, at most KMQ_CHECKPOINT_ENTRIES_MAX; none when nothing is open. A
- * negative result of sink ends it and is returned. Error texts are not in it, nor what is in flight: that is open.
- * CHECKPOINT in: adds a decoded part's entries, with its as_of as their marker and its log time. ENOMEM: some
- * entries are in, loading the part again completes them. EINVAL as apply. */
+/* CHECKPOINT out: calls sink for each part's entry bytes, at most KMQ_CHECKPOINT_ENTRIES_MAX. None when nothing is open: a
+ * part without entries then still tells the log time. A negative result of sink ends it and is returned. Error texts are
+ * not in it, nor what is in flight: that is open.
+ * CHECKPOINT in: adds a decoded part's entries, with its as_of as their marker, and its log time. ENOMEM: some entries are
+ * in, loading the part again completes them. EINVAL as apply. */
 int kmq_lease_book_checkpoint(const kmq_lease_book *book, int (*sink)(void *ctx, const uint8_t *entries, size_t bytes),
                               void *ctx);
 int kmq_lease_book_load(kmq_lease_book *book, const kmq_marker *checkpoint_part);
