@@ -597,13 +597,14 @@ int kmq_marker_encode_entry(uint8_t *buf, size_t cap, const kmq_range *ranges, s
 }
 
 int kmq_marker_encode_checkpoint(uint8_t *buf, size_t cap, const kmq_marker_scope *scope, int64_t as_of, uint32_t part,
-                                 uint32_t parts, int64_t log_time_ms, const uint8_t *entries, size_t entries_bytes)
+                                 uint32_t parts, const uint8_t *entries, size_t entries_bytes,
+                                 const kmq_marker_tlv *tlv)
 {
     kmq_wire_reader reader;
     kmq_wire_writer writer;
     kmq_checkpoint_entry entry;
     uint64_t n = 0;
-    if (as_of < 0 || part >= parts) return KMQ_EINVAL;
+    if (as_of < 0 || part >= parts || !tlvs_ok(tlv)) return KMQ_EINVAL;
     kmq_wire_reader_init(&reader, entries, entries_bytes);
     for (; kmq_wire_left(&reader) > 0; n++)
         if (!read_entry(&reader, &entry)) return KMQ_EINVAL;
@@ -611,7 +612,7 @@ int kmq_marker_encode_checkpoint(uint8_t *buf, size_t cap, const kmq_marker_scop
     bool ok = write_head(&writer, scope, KMQ_MARKER_CHECKPOINT) && kmq_wire_write_uvar(&writer, (uint64_t)as_of) &&
               kmq_wire_write_uvar(&writer, part) && kmq_wire_write_uvar(&writer, parts) &&
               kmq_wire_write_uvar(&writer, n) && kmq_wire_write_bytes(&writer, entries, entries_bytes) &&
-              (log_time_ms < 0 || write_tlv_uvar(&writer, TLV_LOG_TIME, (uint64_t)log_time_ms));
+              write_tlvs(&writer, tlv);
     return ok ? (int)(writer.at - buf) : KMQ_EFULL;
 }
 

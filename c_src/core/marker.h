@@ -157,10 +157,12 @@ enum { KMQ_CHECKPOINT_ENTRIES_MAX = KMQ_MARKER_MAX_BYTES - 128 };
 
 void kmq_marker_entries_begin(const kmq_marker *marker, kmq_checkpoint_cursor *cursor);
 bool kmq_marker_entries_next(kmq_checkpoint_cursor *cursor, kmq_checkpoint_entry *entry);
-/* entries: whole ones as kmq_marker_encode_entry wrote them, possibly none. log_time_ms < 0: none yet.
+/* entries: whole ones as kmq_marker_encode_entry wrote them, possibly none. tlv: the log time, and an instance that is the
+ * same for all parts of one checkpoint and for no other; may be NULL.
  * Bytes written, KMQ_EINVAL (also when entries are not well formed) or KMQ_EFULL. */
 int kmq_marker_encode_checkpoint(uint8_t *buf, size_t cap, const kmq_marker_scope *scope, int64_t as_of, uint32_t part,
-                                 uint32_t parts, int64_t log_time_ms, const uint8_t *entries, size_t entries_bytes);
+                                 uint32_t parts, const uint8_t *entries, size_t entries_bytes,
+                                 const kmq_marker_tlv *tlv);
 /* ranges and *used as in kmq_marker_encode */
 int kmq_marker_encode_entry(uint8_t *buf, size_t cap, const kmq_range *ranges, size_t n_ranges, int64_t due_ms,
                             uint8_t cause, uint8_t flags, size_t *used);

@@ -364,8 +364,8 @@ static void test_checkpoint_vector(void **state)
     int b = kmq_marker_encode_entry(entries + a, sizeof entries - (size_t)a, &(kmq_range){1015, 1016}, 1,
                                     INT64_C(1767229200000), KMQ_RETRY_RELEASED, KMQ_FLAG_PARKED, &used);
     assert_true(b > 0);
-    int len = kmq_marker_encode_checkpoint(got, sizeof got, &scope, 123456, 0, 1, INT64_C(1767225600000), entries,
-                                           (size_t)(a + b));
+    kmq_marker_tlv tlv = {.log_time_ms = INT64_C(1767225600000), .has_log_time = true};
+    int len = kmq_marker_encode_checkpoint(got, sizeof got, &scope, 123456, 0, 1, entries, (size_t)(a + b), &tlv);
     assert_true(len > 0);
     if (!page_vector("CHECKPOINT", want, sizeof want, &n) || n != (size_t)len || memcmp(got, want, n) != 0) {
         for (int i = 0; i < len; i++) print_error("%02x ", got[i]);
@@ -385,15 +385,19 @@ static void test_checkpoint_vector(void **state)
     assert_int_equal(entry.flags, KMQ_FLAG_PARKED);
     assert_int_equal(entry.due_ms, INT64_C(1767229200000));
     assert_false(kmq_marker_entries_next(&cursor, &entry));
+    tlv.instance = 77, tlv.has_instance = true;
+    len = kmq_marker_encode_checkpoint(got, sizeof got, &scope, 123456, 1, 2, entries, (size_t)a, &tlv);
+    assert_int_equal(decode_range(got, (size_t)len, &marker), KMQ_MARKER_OURS);
+    assert_true(marker.tlv.has_instance && marker.tlv.instance == 77 && marker.part == 1);
     /* arguments */
-    assert_int_equal(kmq_marker_encode_checkpoint(got, sizeof got, &scope, -1, 0, 1, -1, entries, (size_t)a),
+    assert_int_equal(kmq_marker_encode_checkpoint(got, sizeof got, &scope, -1, 0, 1, entries, (size_t)a, NULL),
                      KMQ_EINVAL);
-    assert_int_equal(kmq_marker_encode_checkpoint(got, sizeof got, &scope, 1, 1, 1, -1, entries, (size_t)a),
+    assert_int_equal(kmq_marker_encode_checkpoint(got, sizeof got, &scope, 1, 1, 1, entries, (size_t)a, NULL),
                      KMQ_EINVAL);
-    assert_int_equal(kmq_marker_encode_checkpoint(got, sizeof got, &scope, 1, 0, 1, -1, entries, (size_t)a - 1),
+    assert_int_equal(kmq_marker_encode_checkpoint(got, sizeof got, &scope, 1, 0, 1, entries, (size_t)a - 1, NULL),
                      KMQ_EINVAL);
-    assert_int_equal(kmq_marker_encode_checkpoint(got, 12, &scope, 1, 0, 1, -1, entries, (size_t)a), KMQ_EFULL);
-    assert_true(kmq_marker_encode_checkpoint(got, sizeof got, &scope, 1, 0, 1, -1, NULL, 0) > 0);
+    assert_int_equal(kmq_marker_encode_checkpoint(got, 12, &scope, 1, 0, 1, entries, (size_t)a, NULL), KMQ_EFULL);
+    assert_true(kmq_marker_encode_checkpoint(got, sizeof got, &scope, 1, 0, 1, NULL, 0, NULL) > 0);
     assert_int_equal(kmq_marker_encode_entry(entries, 3, &(kmq_range){1000, 1010}, 1, 5, 0, 0, &used), KMQ_EFULL);
     assert_int_equal(kmq_marker_encode_entry(entries, 64, &(kmq_range){0, 1}, 1, 5, 77, 0, &used), KMQ_EINVAL);
 }
