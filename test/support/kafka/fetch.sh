@@ -14,7 +14,7 @@ tmp=$dir.$$
 trap 'rm -rf "$tmp"' EXIT
 mkdir -p "$tmp"
 echo "fetching $name (once) into $dir"
-if ! mvn -q -B -f "$pom" dependency:copy-dependencies -DincludeScope=runtime "-DoutputDirectory=$tmp" </dev/null; then
+if ! mvn -q -B -f "$pom" org.apache.maven.plugins:maven-dependency-plugin:3.6.1:copy-dependencies -DincludeScope=runtime "-DoutputDirectory=$tmp" </dev/null; then
     echo "fetch.sh: Maven could not fetch $name. It needs its central repository, or a mirror of it set up in ~/.m2/settings.xml." >&2
     exit 1
 fi
