@@ -337,7 +337,8 @@ static void rebalance_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_
         for (size_t i = 0; i < e->n_active && !busy; i++) busy = e->active[i]->starts_in_flight > 0;
         if (busy && !over) return;
         for (size_t i = 0; i < e->n_active; i++) {
-            e->active[i]->gate_offset = -1; /* a window that was not committed yet is not handed out any more: the group's */
+            e->active[i]->gate_offset =
+                -1; /* a window that was not committed yet is not handed out any more: the group's */
             marks_release(e, e->active[i], false);
         }
         if (!e->commit_in_flight) engine_send_commit(e, now);

@@ -271,7 +271,8 @@ static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, in
     return got;
 }
 
-static ERL_NIF_TERM hand_out(engine *e, ErlNifEnv *env, int64_t max, int64_t now, ErlNifTime start, bool *cut)
+static ERL_NIF_TERM hand_out(engine *e, ErlNifEnv *env, int64_t max, int64_t now, ErlNifTime start, int64_t *got_out,
+                             bool *cut)
 {
     ERL_NIF_TERM batches = enif_make_list(env, 0);
     int64_t got = 0;
@@ -288,21 +289,25 @@ static ERL_NIF_TERM hand_out(engine *e, ErlNifEnv *env, int64_t max, int64_t now
                                               enif_make_int(env, p->partition), list);
         batches = enif_make_list_cell(env, batch, batches);
     }
+    *got_out = got;
     if (got) engine_want_commit(e, now);
     if (e->commit_due <= now) engine_send_commit(e, now);
     return batches;
 }
 
+/* First what is ready, then its successors: their STARTs are under way while the caller works on what it got. Without markers
+ * nothing is ready before it is fetched. */
 ERL_NIF_TERM pump_take(engine *e, ErlNifEnv *env, int64_t max, int64_t now, bool *more)
 {
     ErlNifTime start = enif_monotonic_time(ERL_NIF_USEC);
     *more = false;
     marks_reports(e, now);
     if (!may_fetch(e) || max <= 0) return enif_make_list(env, 0);
-    fetch(e, max, now, start);
+    if (!e->config.markers) fetch(e, max, now, start);
     bool cut;
-    ERL_NIF_TERM batches = hand_out(e, env, max, now, start, &cut);
+    int64_t got;
+    ERL_NIF_TERM batches = hand_out(e, env, max, now, start, &got, &cut);
+    if (!cut && e->config.markers) fetch(e, max - got, now, start);
     *more = cut || slice_over(start);
-    if (!*more) fetch(e, 0, now, start); /* what was handed out made room: its successors are STARTed meanwhile */
     return batches;
 }

@@ -14,7 +14,6 @@ enum { NO_LENGTH = -1 };
 
 typedef struct store_entry {
     int64_t offset, timestamp_ms;
-    ErlNifBinary large;         /* the value, when it is large: owned until the entry is taken */
     int32_t key_len, value_len; /* NO_LENGTH = null */
     uint32_t headers_len, n_headers;
     store_kmq kmq;
@@ -31,6 +30,15 @@ void store_init(store *s) { *s = (struct store){0}; }
 
 static store_entry *first_entry(const store *s) { return (store_entry *)(void *)(s->first->bytes + s->first->read); }
 
+/* A large value is a binary of its own already; its handle stands in the value's place, behind the key. */
+static ErlNifBinary large_value(const store_entry *entry)
+{
+    ErlNifBinary bin;
+    const unsigned char *at = (const unsigned char *)(entry + 1);
+    memcpy(&bin, at + (entry->key_len > 0 ? entry->key_len : 0), sizeof bin);
+    return bin;
+}
+
 static void drop_entry(store *s, store_entry *entry)
 {
     store_block *block = s->first;
@@ -46,7 +54,10 @@ void store_free(store *s)
 {
     while (s->count) {
         store_entry *entry = first_entry(s);
-        if (entry->is_large) enif_release_binary(&entry->large);
+        if (entry->is_large) {
+            ErlNifBinary bin = large_value(entry);
+            enif_release_binary(&bin);
+        }
         drop_entry(s, entry);
     }
     store_init(s);
@@ -86,7 +97,7 @@ bool store_push(store *s, const kafka_record *record, const kafka_header *header
     for (size_t i = 0; i < n_headers; i++)
         headers_len += sizeof(packed_header) + strlen(headers[i].name) + (headers[i].value ? headers[i].value_len : 0);
     bool large = record->value && record->value_len >= STORE_LARGE;
-    size_t value_len = record->value && !large ? record->value_len : 0;
+    size_t value_len = large ? sizeof(ErlNifBinary) : record->value ? record->value_len : 0;
     size_t key_len = record->key ? record->key_len : 0;
     size_t size = sizeof(store_entry) + key_len + value_len + headers_len;
     size = (size + 15) & ~(size_t)15;
@@ -104,7 +115,6 @@ bool store_push(store *s, const kafka_record *record, const kafka_header *header
     store_entry *entry = (store_entry *)(void *)at;
     *entry = (store_entry){.offset = record->offset,
                            .timestamp_ms = record->timestamp_ms,
-                           .large = bin,
                            .key_len = record->key ? (int32_t)record->key_len : NO_LENGTH,
                            .value_len = record->value ? (int32_t)record->value_len : NO_LENGTH,
                            .headers_len = (uint32_t)headers_len,
@@ -114,7 +124,7 @@ bool store_push(store *s, const kafka_record *record, const kafka_header *header
                            .is_large = large};
     at += sizeof *entry;
     at = append(at, record->key, key_len);
-    at = append(at, record->value, value_len);
+    at = append(at, large ? (const void *)&bin : record->value, value_len);
     for (size_t i = 0; i < n_headers; i++) {
         packed_header packed = {.name_len = (uint32_t)strlen(headers[i].name),
                                 .value_len = headers[i].value ? (int32_t)headers[i].value_len : NO_LENGTH};
@@ -139,10 +149,7 @@ static ERL_NIF_TERM take_bytes(ErlNifEnv *env, const unsigned char **at, int32_t
 
 static ERL_NIF_TERM take_headers(ErlNifEnv *env, const unsigned char *at, const store_entry *entry, ERL_NIF_TERM *id)
 {
-    enum { ON_STACK = 32 };
-    ERL_NIF_TERM small[ON_STACK] = {0}, *items = small;
-    if (entry->n_headers > ON_STACK) items = enif_alloc(entry->n_headers * sizeof *items);
-    if (!items) return enif_make_list(env, 0);
+    ERL_NIF_TERM list = enif_make_list(env, 0);
     for (uint32_t i = 0; i < entry->n_headers; i++) {
         packed_header packed;
         memcpy(&packed, at, sizeof packed);
@@ -150,10 +157,9 @@ static ERL_NIF_TERM take_headers(ErlNifEnv *env, const unsigned char *at, const 
         ERL_NIF_TERM name = take_bytes(env, &at, (int32_t)packed.name_len);
         ERL_NIF_TERM value = take_bytes(env, &at, packed.value_len);
         if ((int32_t)i == entry->kmq.id_header) *id = value;
-        items[i] = enif_make_tuple2(env, name, value);
+        list = enif_make_list_cell(env, enif_make_tuple2(env, name, value), list);
     }
-    ERL_NIF_TERM list = enif_make_list_from_array(env, items, entry->n_headers);
-    if (items != small) enif_free(items);
+    enif_make_reverse_list(env, list, &list);
     return list;
 }
 
@@ -163,10 +169,13 @@ ERL_NIF_TERM store_take(store *s, ErlNifEnv *env, size_t *bytes)
     const unsigned char *at = (const unsigned char *)(entry + 1);
     ERL_NIF_TERM key = take_bytes(env, &at, entry->key_len);
     ERL_NIF_TERM value;
-    if (entry->is_large)
-        value = enif_make_binary(env, &entry->large);
-    else
+    if (entry->is_large) {
+        ErlNifBinary bin = large_value(entry);
+        value = enif_make_binary(env, &bin);
+        at += sizeof bin;
+    } else {
         value = take_bytes(env, &at, entry->value_len);
+    }
     ERL_NIF_TERM id = atoms.nil;
     ERL_NIF_TERM headers = entry->n_headers ? take_headers(env, at, entry, &id) : enif_make_list(env, 0);
     ERL_NIF_TERM term = enif_make_tuple8(
