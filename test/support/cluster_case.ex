@@ -12,9 +12,10 @@ defmodule Kmq.Test.ClusterCase do
 
   use ExUnit.CaseTemplate
 
+  import ExUnit.Assertions
   import Kmq.Test.Eventually
   alias Kmq.{Consumer, Publisher, Topics}
-  alias Kmq.Test.RawLog
+  alias Kmq.Test.{RawLog, VM}
 
   using options do
     quote do
@@ -42,19 +43,16 @@ defmodule Kmq.Test.ClusterCase do
     :ok
   end
 
-  @doc "All native handles are closed, or soon will be."
+  @doc "All native handles are closed and all trackers have ended, or soon will."
   def nothing_left do
     eventually(
       fn ->
-        live = :kmq_nif.live()
-        if Enum.all?(live, fn {_, n} -> n == 0 end), do: true, else: raise_live(live)
+        assert Map.new(:kmq_nif.live(), fn {what, _} -> {what, 0} end) == :kmq_nif.live()
+        assert for({_, "kmq_tracker"} = program <- VM.port_programs(), do: program) == []
       end,
       15_000
     )
   end
-
-  defp raise_live(live),
-    do: raise(ExUnit.AssertionError, message: "native handles are left: #{inspect(live)}")
 
   @doc "Runs every body of a module as a test of this one."
   defmacro run_bodies(module) do

@@ -59,7 +59,10 @@ defmodule Kmq.Test.Kafka do
 
   @doc "The shared node's process. Tests that harm a node start one of their own."
   def shared do
-    case GenServer.start(__MODULE__, [], name: __MODULE__, timeout: :infinity) do
+    # Nobody restarts this one: on a loaded machine it must not be thought dead by its own controller.
+    patient = [config: %{"broker.session.timeout.ms" => 30_000}]
+
+    case GenServer.start(__MODULE__, patient, name: __MODULE__, timeout: :infinity) do
       {:ok, pid} -> pid
       {:error, {:already_started, pid}} -> pid
       {:error, reason} -> raise "Kafka does not start: #{inspect(reason)}"

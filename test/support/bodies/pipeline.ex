@@ -44,7 +44,7 @@ defmodule Kmq.Test.Bodies.Pipeline do
   end
 
   defp handled(n, timeout \\ 15_000) do
-    for _ <- 1..n do
+    for _ <- 1..n//1 do
       assert_receive {:handled, data, metadata}, scaled(timeout)
       {data, metadata}
     end
@@ -229,18 +229,25 @@ defmodule Kmq.Test.Bodies.Pipeline do
       message
     end
 
-    host = host(options, handler, max_demand: 20)
-    first = handled(500)
-    assert StageHost.stop(host, 20_000) == :ok
-    first = first ++ flush([])
+    # The sandbox takes its time for each rebalance.
+    stops = if cluster.kind == :kafka, do: 6, else: 1
+
+    stopped =
+      for _ <- 1..stops, reduce: [] do
+        so_far ->
+          host = host(options, handler, max_demand: 20)
+          first = handled(min(100, n - length(so_far)))
+          assert StageHost.stop(host, 20_000) == :ok
+          so_far ++ first ++ flush([])
+      end
 
     host = host(options, handler, max_demand: 20)
-    rest = if length(first) < n, do: handled(n - length(first)), else: []
+    rest = handled(n - length(stopped))
     assert StageHost.stop(host, 20_000) == :ok
-    all = first ++ rest ++ flush([])
+    all = stopped ++ rest ++ flush([])
+    assert for({_, %{attempt: attempt}} = message <- all, attempt > 1, do: message) == []
     assert length(all) == n
     assert length(Enum.uniq(Enum.map(all, &elem(&1, 0)))) == n
-    assert Enum.all?(all, fn {_, metadata} -> metadata.attempt == 1 end)
     assert records(cluster, topic <> "__undelivered", 4) == []
   end
 
