@@ -10,25 +10,28 @@ defmodule Kmq.CrashTest do
   @moduletag capture_log: true
 
   describe "a consumer's VM" do
-    test "killed in the middle of its work: a successor finishes it" do
-      scene = Scene.new()
-      n = 3_000
-      Scene.publish(scene, 0..(n - 1))
-      vm = Scene.vm(scene)
-      successor = Scene.vm(scene)
+    # In the format of one marker a message the lease is the whole processing time.
+    for format <- [:range, :kmq] do
+      test "killed in the middle of its work: a successor finishes it (#{format})" do
+        scene = Scene.new(marker_format: unquote(format), max_processing_time: 3_000)
+        n = 3_000
+        Scene.publish(scene, 0..(n - 1))
+        vm = Scene.vm(scene)
+        successor = Scene.vm(scene)
 
-      :ok = Scene.work(scene, vm, sleep: 1)
-      Scene.await_handled(scene, n, div(n, 4))
-      VM.kill(vm)
-      before = Checker.handled(Scene.check(scene, n))
-      assert before < n
+        :ok = Scene.work(scene, vm, sleep: 1)
+        Scene.await_handled(scene, n, div(n, 4))
+        VM.kill(vm)
+        before = Checker.handled(Scene.check(scene, n))
+        assert before < n
 
-      :ok = Scene.work(scene, successor)
-      checker = Scene.await_all(scene, n)
+        :ok = Scene.work(scene, successor)
+        checker = Scene.await_all(scene, n)
 
-      # What was in work (4 workers with 10 each) and acks of the last moment come again, not everything.
-      assert checker.twice < 500
-      assert Scene.dead(scene) == 0
+        # What was in work (4 workers with 10 each) and acks of the last moment come again, not everything.
+        assert checker.twice < 500
+        assert Scene.dead(scene) == 0
+      end
     end
 
     # {where it kills itself, what nobody had in work yet}
@@ -131,24 +134,27 @@ defmodule Kmq.CrashTest do
       assert [%{}] = VM.call(vm, Worker, :info, [])
     end
 
-    test "killed between copy and END: repeats at most what was in flight" do
-      scene = Scene.new(tracker: :external)
-      n = 300
-      Scene.publish(scene, 0..(n - 1))
-      vm = Scene.vm(scene)
-      apart = Scene.vm(scene, failpoints: "copy_end=kill")
-      :ok = VM.call(apart, Worker, :start_tracker, [tracker_options(scene)])
-      [doomed] = eventually(fn -> [_] = trackers(apart) end)
-      # Its successor in that VM is not to die.
-      :ok = VM.call(apart, System, :delete_env, ["KMQ_FAILPOINTS"])
+    # Between copy and END; before the CLOCK of a decision.
+    for point <- ["copy_end=kill", "clock=kill@6"] do
+      test "killed at #{point}: repeats at most what was in flight" do
+        scene = Scene.new(tracker: :external)
+        n = 300
+        Scene.publish(scene, 0..(n - 1))
+        vm = Scene.vm(scene)
+        apart = Scene.vm(scene, failpoints: unquote(point))
+        :ok = VM.call(apart, Worker, :start_tracker, [tracker_options(scene)])
+        [doomed] = eventually(fn -> [_] = trackers(apart) end)
+        # Its successor in that VM is not to die.
+        :ok = VM.call(apart, System, :delete_env, ["KMQ_FAILPOINTS"])
 
-      :ok = Scene.work(scene, vm, fail_every: 3)
-      eventually(fn -> not VM.os_alive?(doomed) end, 20_000)
-      checker = Scene.await_all(scene, n)
-      assert Scene.dead(scene) == 0
-      assert checker.raised >= 100
-      assert Scene.copies(scene, n) >= 100
-      assert Scene.copies(scene, n) <= 200
+        :ok = Scene.work(scene, vm, fail_every: 3)
+        eventually(fn -> not VM.os_alive?(doomed) end, 20_000)
+        checker = Scene.await_all(scene, n)
+        assert Scene.dead(scene) == 0
+        assert checker.raised >= 100
+        assert Scene.copies(scene, n) >= 100
+        assert Scene.copies(scene, n) <= 200
+      end
     end
 
     test "a second one shares the work, and takes it over from the first when that is killed" do
