@@ -6,7 +6,7 @@
 
 enum { QUEUE_MIN_CAP = 8, LIMIT_STEPS = 1024 };
 
-typedef enum segment_state { UNSTARTED, STARTING, READY } segment_state;
+typedef enum segment_state { UNSTARTED, STARTING, READY, PARKING } segment_state;
 
 typedef struct segment {
     int64_t lo, hi;
@@ -95,13 +95,13 @@ static int split_segment(kmq_ledger *ledger, size_t i, int64_t offset)
     return KMQ_OK;
 }
 
-/* no starting segment reaches across offset */
-static int cut_starting(kmq_ledger *ledger, int64_t offset)
+/* no segment of that state reaches across offset */
+static int cut(kmq_ledger *ledger, int64_t offset, segment_state state)
 {
     size_t i = find_segment(ledger, offset);
     if (i == ledger->segments.count) return KMQ_OK;
     const segment *s = segment_at(ledger, i);
-    return s->state == STARTING && s->lo < offset ? split_segment(ledger, i, offset) : KMQ_OK;
+    return s->state == state && s->lo < offset ? split_segment(ledger, i, offset) : KMQ_OK;
 }
 
 static void advance_lead(kmq_ledger *ledger)
@@ -132,6 +132,7 @@ int kmq_ledger_init(kmq_ledger *ledger, const kmq_alloc *alloc, kmq_delivery del
                            .alloc = *alloc};
     kmq_offset_set_init(&ledger->open, alloc);
     kmq_offset_set_init(&ledger->late, alloc);
+    kmq_limits_init(&ledger->own, alloc);
     for (size_t i = 0; i < KMQ_END_CAUSES; i++) kmq_offset_set_init(&ledger->ends[i], alloc);
     return KMQ_OK;
 }
@@ -142,14 +143,14 @@ void kmq_ledger_free(kmq_ledger *ledger)
     queue_free(ledger, &ledger->blocks);
     kmq_offset_set_free(&ledger->open);
     kmq_offset_set_free(&ledger->late);
+    kmq_limits_free(&ledger->own);
     for (size_t i = 0; i < KMQ_END_CAUSES; i++) kmq_offset_set_free(&ledger->ends[i]);
 }
 
 /* ---- fetching */
 
-static void append(kmq_ledger *ledger, int64_t offset)
+static void append(kmq_ledger *ledger, int64_t offset, segment_state state)
 {
-    segment_state state = ledger->delivery == KMQ_DELIVERY_MARKERS ? UNSTARTED : READY;
     size_t n = ledger->segments.count;
     segment *last = n > 0 ? segment_at(ledger, n - 1) : NULL;
     if (last != NULL && last->state == state && last->hi == offset) {
@@ -165,6 +166,7 @@ static void append(kmq_ledger *ledger, int64_t offset)
 int kmq_ledger_fetch(kmq_ledger *ledger, const int64_t *offsets, size_t n, size_t *accepted)
 {
     size_t repeats = 0, runs = 0;
+    segment_state state = ledger->delivery == KMQ_DELIVERY_MARKERS ? UNSTARTED : READY;
     if (ledger->retired || (n > 0 && offsets[n - 1] == INT64_MAX)) return KMQ_EINVAL;
     for (size_t i = 1; i < n; i++)
         if (offsets[i] <= offsets[i - 1]) return KMQ_EINVAL;
@@ -172,7 +174,7 @@ int kmq_ledger_fetch(kmq_ledger *ledger, const int64_t *offsets, size_t n, size_
     for (size_t i = repeats; i < n; i++) runs += i == repeats || offsets[i] != offsets[i - 1] + 1;
     int rc = queue_reserve(ledger, &ledger->segments, sizeof(segment), runs);
     if (rc != KMQ_OK) return rc;
-    for (size_t i = repeats; i < n; i++) append(ledger, offsets[i]);
+    for (size_t i = repeats; i < n; i++) append(ledger, offsets[i], state);
     if (ledger->delivery != KMQ_DELIVERY_MARKERS) { /* all that waits is ready */
         ledger->lead = ledger->segments.count;
         ledger->lead_n = ledger->waiting;
@@ -190,6 +192,43 @@ int kmq_ledger_skip(kmq_ledger *ledger, int64_t offset)
         return KMQ_EREPEAT;
     }
     ledger->position = offset + 1;
+    return KMQ_OK;
+}
+
+int kmq_ledger_park(kmq_ledger *ledger, int64_t offset)
+{
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS || ledger->retired || offset == INT64_MAX) return KMQ_EINVAL;
+    if (offset < ledger->position) {
+        ledger->counts.repeats++;
+        return KMQ_EREPEAT;
+    }
+    int rc = queue_reserve(ledger, &ledger->segments, sizeof(segment), 1);
+    if (rc != KMQ_OK) return rc;
+    append(ledger, offset, PARKING);
+    ledger->parking++;
+    return KMQ_OK;
+}
+
+int kmq_ledger_parked(kmq_ledger *ledger, int64_t lo, int64_t hi)
+{
+    if (hi < lo) return KMQ_EINVAL;
+    int rc = cut(ledger, lo, PARKING);
+    if (rc == KMQ_OK) rc = cut(ledger, hi, PARKING);
+    if (rc != KMQ_OK) return rc;
+    size_t kept = find_segment(ledger, lo), behind = 0;
+    for (size_t i = kept; i < ledger->segments.count; i++) {
+        const segment *s = segment_at(ledger, i);
+        if (s->state != PARKING || s->lo >= hi) {
+            *segment_at(ledger, kept++) = *s;
+            continue;
+        }
+        ledger->waiting -= s->hi - s->lo;
+        ledger->parking -= s->hi - s->lo;
+        behind += i < ledger->next_start;
+    }
+    ledger->segments.count = kept;
+    ledger->next_start -= behind;
+    advance_lead(ledger);
     return KMQ_OK;
 }
 
@@ -225,8 +264,8 @@ int kmq_ledger_take_start(kmq_ledger *ledger, kmq_range *out, size_t max_ranges,
 static int end_starting(kmq_ledger *ledger, int64_t lo, int64_t hi, segment_state state)
 {
     if (hi < lo) return KMQ_EINVAL;
-    int rc = cut_starting(ledger, lo);
-    if (rc == KMQ_OK) rc = cut_starting(ledger, hi);
+    int rc = cut(ledger, lo, STARTING);
+    if (rc == KMQ_OK) rc = cut(ledger, hi, STARTING);
     if (rc != KMQ_OK) return rc;
     for (size_t i = find_segment(ledger, lo); i < ledger->segments.count; i++) {
         segment *s = segment_at(ledger, i);
@@ -295,35 +334,83 @@ static void forget_late(kmq_ledger *ledger)
     }
 }
 
+/* The next run of what is open, from `from` on: of those that share their limits only what is below shared_below, of those
+ * with their own only what is due by own_due. The two sets are disjoint, so their runs never cross. */
+static bool next_open(const kmq_ledger *ledger, int64_t from, int64_t shared_below, int64_t own_due, kmq_range *run)
+{
+    kmq_range own;
+    bool shared = kmq_offset_set_next(&ledger->open, from, run) && run->lo < shared_below;
+    bool one = own_due == INT64_MAX ? kmq_limits_next(&ledger->own, from, &own)
+                                    : kmq_limits_next_due(&ledger->own, from, own_due, &own);
+    if (shared && run->hi > shared_below) run->hi = shared_below;
+    if (one && (!shared || own.lo < run->lo)) *run = own;
+    return shared || one;
+}
+
+/* Fills out with runs, joined where they touch; returns where it stopped. */
+static int64_t open_runs(const kmq_ledger *ledger, int64_t from, int64_t shared_below, int64_t own_due, kmq_range *out,
+                         size_t max_ranges, size_t *n)
+{
+    kmq_range run;
+    while (next_open(ledger, from, shared_below, own_due, &run)) {
+        if (*n > 0 && out[*n - 1].hi == run.lo)
+            out[*n - 1].hi = run.hi;
+        else if (*n < max_ranges)
+            out[(*n)++] = run;
+        else
+            break;
+        from = run.hi;
+    }
+    return from;
+}
+
+static void forget_own(kmq_ledger *ledger, const kmq_range *ranges, size_t n)
+{
+    kmq_range run;
+    for (size_t i = 0; i < n; i++)
+        while (kmq_limits_next(&ledger->own, ranges[i].lo, &run) && run.lo < ranges[i].hi)
+            (void)kmq_limits_remove(&ledger->own, run.lo);
+}
+
+/* These runs, from open and own into late: all or none. */
+static int make_late(kmq_ledger *ledger, const kmq_range *ranges, size_t n)
+{
+    int rc = KMQ_OK;
+    size_t added = 0;
+    kmq_offset_set_hold(&ledger->late);
+    for (; added < n && rc == KMQ_OK; added += rc == KMQ_OK)
+        rc = kmq_offset_set_add(&ledger->late, ranges[added].lo, ranges[added].hi, NULL);
+    int64_t lo = ranges[0].lo, hi = ranges[n - 1].hi;
+    if (hi > ledger->overdue_below) hi = ledger->overdue_below;
+    if (rc == KMQ_OK && lo < hi) rc = kmq_offset_set_remove(&ledger->open, lo, hi, NULL);
+    if (rc == KMQ_OK) forget_own(ledger, ranges, n);
+    for (; rc != KMQ_OK && added > 0; added--) /* an undo: cannot fail */
+        (void)kmq_offset_set_remove(&ledger->late, ranges[added - 1].lo, ranges[added - 1].hi, NULL);
+    kmq_offset_set_release(&ledger->late);
+    return rc;
+}
+
 int kmq_ledger_take_timeouts(kmq_ledger *ledger, int64_t now_ms, kmq_range *out, size_t max_ranges, size_t *n)
 {
-    kmq_range run = {0, 0};
-    int rc = KMQ_OK;
     *n = 0;
     drop_due_blocks(ledger, now_ms);
     if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
-    kmq_offset_set_hold(&ledger->late);
-    for (; *n < max_ranges && kmq_offset_set_next(&ledger->open, run.hi, &run) && run.lo < ledger->overdue_below;
-         ++*n) {
-        if (run.hi > ledger->overdue_below) run.hi = ledger->overdue_below;
-        rc = kmq_offset_set_add(&ledger->late, run.lo, run.hi, NULL);
-        if (rc != KMQ_OK) break;
-        out[*n] = run;
-    }
-    if (rc == KMQ_OK && *n > 0) rc = kmq_offset_set_remove(&ledger->open, out[0].lo, out[*n - 1].hi, NULL);
-    for (; rc != KMQ_OK && *n > 0; --*n) /* an undo: cannot fail */
-        (void)kmq_offset_set_remove(&ledger->late, out[*n - 1].lo, out[*n - 1].hi, NULL);
-    kmq_offset_set_release(&ledger->late);
-    if (rc != KMQ_OK) return rc;
-    forget_late(ledger);
-    return KMQ_OK;
+    if (now_ms == INT64_MAX) now_ms--; /* INT64_MAX is no limit */
+    (void)open_runs(ledger, 0, ledger->overdue_below, now_ms, out, max_ranges, n);
+    int rc = *n > 0 ? make_late(ledger, out, *n) : KMQ_OK;
+    if (rc == KMQ_OK)
+        forget_late(ledger);
+    else
+        *n = 0;
+    return rc;
 }
 
-int64_t kmq_ledger_next_timeout(const kmq_ledger *ledger)
+/* of those that share their limits */
+static int64_t next_shared(const kmq_ledger *ledger)
 {
     kmq_range run;
     size_t lo = 0, hi = ledger->blocks.count;
-    if (ledger->delivery != KMQ_DELIVERY_MARKERS || !kmq_offset_set_next(&ledger->open, 0, &run)) return INT64_MAX;
+    if (!kmq_offset_set_next(&ledger->open, 0, &run)) return INT64_MAX;
     if (run.lo < ledger->overdue_below) return ledger->overdue_ms;
     while (lo + 1 < hi) { /* limits ascend with the offsets: the lowest open one is the first to be late */
         size_t mid = lo + (hi - lo) / 2;
@@ -333,6 +420,13 @@ int64_t kmq_ledger_next_timeout(const kmq_ledger *ledger)
             hi = mid;
     }
     return block_at(ledger, lo)->limit_ms;
+}
+
+int64_t kmq_ledger_next_timeout(const kmq_ledger *ledger)
+{
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS) return INT64_MAX;
+    int64_t shared = next_shared(ledger), own = kmq_limits_first(&ledger->own);
+    return own < shared ? own : shared;
 }
 
 /* ---- handing out */
@@ -394,37 +488,52 @@ int64_t kmq_ledger_waiting_offset(const kmq_ledger *ledger, int64_t k)
 
 /* ---- settling */
 
-/* the set that has the offset, and what a call that takes it out answers */
-static kmq_offset_set *find_handed_out(kmq_ledger *ledger, int64_t offset, int *answer)
+typedef enum home { NOWHERE, IN_OPEN, IN_OWN, IN_LATE } home;
+
+/* where the offset is, and what a call about it answers */
+static home find_home(const kmq_ledger *ledger, int64_t offset, int *answer)
 {
-    if (kmq_offset_set_has(&ledger->open, offset)) {
-        *answer = KMQ_OK;
-        return &ledger->open;
-    }
-    if (kmq_offset_set_count(&ledger->late) > 0 && kmq_offset_set_has(&ledger->late, offset)) {
-        *answer = KMQ_ELATE;
-        return &ledger->late;
-    }
-    ledger->counts.unknown++;
+    *answer = KMQ_OK;
+    if (kmq_offset_set_has(&ledger->open, offset)) return IN_OPEN;
+    if (kmq_limits_has(&ledger->own, offset)) return IN_OWN;
+    *answer = KMQ_ELATE;
+    if (kmq_offset_set_count(&ledger->late) > 0 && kmq_offset_set_has(&ledger->late, offset)) return IN_LATE;
     *answer = KMQ_EUNKNOWN;
-    return NULL;
+    return NOWHERE;
+}
+
+static void count_answer(kmq_ledger *ledger, int answer)
+{
+    ledger->counts.late += answer == KMQ_ELATE;
+    ledger->counts.unknown += answer == KMQ_EUNKNOWN;
+}
+
+static int take_out(kmq_ledger *ledger, home from, int64_t offset)
+{
+    switch (from) {
+    case IN_OPEN: return kmq_offset_set_remove(&ledger->open, offset, offset + 1, NULL);
+    case IN_LATE: return kmq_offset_set_remove(&ledger->late, offset, offset + 1, NULL);
+    case IN_OWN: (void)kmq_limits_remove(&ledger->own, offset); break;
+    case NOWHERE: break;
+    }
+    return KMQ_OK;
 }
 
 /* Any offset, by an order of steps that can always be undone: into `ends` first, then out of where it was. */
 static int settle_any(kmq_ledger *ledger, int64_t offset, kmq_end_cause cause)
 {
     int answer, rc = KMQ_OK;
-    kmq_offset_set *from = find_handed_out(ledger, offset, &answer), *ends = &ledger->ends[cause];
-    bool marked = ledger->delivery == KMQ_DELIVERY_MARKERS;
-    if (from == NULL) return answer;
+    home from = find_home(ledger, offset, &answer);
+    kmq_offset_set *ends = &ledger->ends[cause];
+    bool marked = ledger->delivery == KMQ_DELIVERY_MARKERS && from != NOWHERE;
     if (marked) rc = kmq_offset_set_add(ends, offset, offset + 1, NULL);
     if (rc != KMQ_OK) return rc;
-    rc = kmq_offset_set_remove(from, offset, offset + 1, NULL);
+    rc = take_out(ledger, from, offset);
     if (rc != KMQ_OK) {
         if (marked) (void)kmq_offset_set_remove(ends, offset, offset + 1, NULL); /* an undo: cannot fail */
         return rc;
     }
-    ledger->counts.late += answer == KMQ_ELATE;
+    count_answer(ledger, answer);
     return answer;
 }
 
@@ -480,12 +589,26 @@ int kmq_ledger_retry(kmq_ledger *ledger, int64_t offset)
 {
     int answer;
     if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_EINVAL;
-    kmq_offset_set *from = find_handed_out(ledger, offset, &answer);
-    if (from == NULL) return answer;
-    int rc = kmq_offset_set_remove(from, offset, offset + 1, NULL);
+    int rc = take_out(ledger, find_home(ledger, offset, &answer), offset);
     if (rc != KMQ_OK) return rc;
-    ledger->counts.late += answer == KMQ_ELATE;
+    count_answer(ledger, answer);
     return answer;
+}
+
+int kmq_ledger_extend(kmq_ledger *ledger, int64_t offset, int64_t limit_ms)
+{
+    int answer, rc;
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_EINVAL;
+    home at = find_home(ledger, offset, &answer);
+    if (answer != KMQ_OK) {
+        count_answer(ledger, answer);
+        return answer;
+    }
+    rc = kmq_limits_put(&ledger->own, offset, limit_ms);
+    if (rc != KMQ_OK || at == IN_OWN) return rc;
+    rc = take_out(ledger, IN_OPEN, offset);
+    if (rc != KMQ_OK) (void)kmq_limits_remove(&ledger->own, offset);
+    return rc;
 }
 
 int kmq_ledger_take_end(kmq_ledger *ledger, kmq_end_cause cause, kmq_range *out, size_t max_ranges, size_t *n)
@@ -550,7 +673,7 @@ int kmq_ledger_held(const kmq_ledger *ledger, int64_t *cursor, kmq_range *out, s
     int64_t from = *cursor;
     *n = 0;
     if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
-    while (*n < max_ranges && kmq_offset_set_next(&ledger->open, from, &out[*n])) from = out[(*n)++].hi;
+    from = open_runs(ledger, from, INT64_MAX, INT64_MAX, out, max_ranges, n);
     if (*n < max_ranges) from = add_ready(ledger, from, INT64_MAX, out, max_ranges, n);
     *cursor = from;
     return KMQ_OK;
@@ -583,20 +706,25 @@ void kmq_ledger_retire(kmq_ledger *ledger)
     ledger->position = first_waiting(ledger); /* the floor stays below what is forgotten */
     ledger->retired = true;
     queue_free(ledger, &ledger->segments);
-    ledger->waiting = ledger->lead_n = 0;
+    ledger->waiting = ledger->parking = ledger->lead_n = 0;
     ledger->lead = ledger->next_start = 0;
 }
 
 /* ---- looking */
 
-int64_t kmq_ledger_open(const kmq_ledger *ledger) { return kmq_offset_set_count(&ledger->open); }
+int64_t kmq_ledger_open(const kmq_ledger *ledger)
+{
+    return kmq_offset_set_count(&ledger->open) + kmq_limits_count(&ledger->own);
+}
 
 int64_t kmq_ledger_waiting(const kmq_ledger *ledger) { return ledger->waiting; }
+
+int64_t kmq_ledger_parking(const kmq_ledger *ledger) { return ledger->parking; }
 
 int64_t kmq_ledger_oldest_open(const kmq_ledger *ledger)
 {
     kmq_range run;
-    return kmq_offset_set_next(&ledger->open, 0, &run) ? run.lo : -1;
+    return next_open(ledger, 0, INT64_MAX, INT64_MAX, &run) ? run.lo : -1;
 }
 
 kmq_ledger_counts kmq_ledger_counters(const kmq_ledger *ledger) { return ledger->counts; }
@@ -604,7 +732,7 @@ kmq_ledger_counts kmq_ledger_counters(const kmq_ledger *ledger) { return ledger-
 size_t kmq_ledger_bytes(const kmq_ledger *ledger)
 {
     size_t bytes = sizeof(*ledger) + ledger->segments.cap * sizeof(segment) + ledger->blocks.cap * sizeof(block);
-    bytes += kmq_offset_set_bytes(&ledger->open) + kmq_offset_set_bytes(&ledger->late);
+    bytes += kmq_offset_set_bytes(&ledger->open) + kmq_offset_set_bytes(&ledger->late) + kmq_limits_bytes(&ledger->own);
     for (size_t i = 0; i < KMQ_END_CAUSES; i++) bytes += kmq_offset_set_bytes(&ledger->ends[i]);
     return bytes;
 }
@@ -627,18 +755,19 @@ static bool disjoint(const kmq_offset_set *a, const kmq_offset_set *b)
 
 static void check_segments(const kmq_ledger *ledger)
 {
-    int64_t waiting = 0, lead_n = 0, end = 0;
+    int64_t waiting = 0, parking = 0, lead_n = 0, end = 0;
     for (size_t i = 0; i < ledger->segments.count; i++) {
         const segment *s = segment_at(ledger, i);
         assert(end <= s->lo && s->lo < s->hi);
         end = s->hi;
         waiting += s->hi - s->lo;
+        if (s->state == PARKING) parking += s->hi - s->lo;
         if (i < ledger->lead) lead_n += s->hi - s->lo;
         assert(i > ledger->lead || (s->state == READY) == (i < ledger->lead));
         assert(i >= ledger->next_start || s->state != UNSTARTED);
     }
     assert(end <= ledger->position);
-    assert(waiting == ledger->waiting && lead_n == ledger->lead_n);
+    assert(waiting == ledger->waiting && parking == ledger->parking && lead_n == ledger->lead_n);
     assert(ledger->lead <= ledger->segments.count && ledger->next_start <= ledger->segments.count);
 }
 
@@ -654,11 +783,25 @@ static void check_blocks(const kmq_ledger *ledger)
     if (kmq_offset_set_last(&ledger->open, &last)) assert(last < hi);
 }
 
+static void check_own(const kmq_ledger *ledger)
+{
+    kmq_range run = {0, 0};
+    kmq_limits_check(&ledger->own);
+    while (kmq_limits_next(&ledger->own, run.hi, &run)) {
+        assert(run.hi <= first_waiting(ledger));
+        for (int64_t o = run.lo; o < run.hi; o++) {
+            assert(!kmq_offset_set_has(&ledger->open, o) && !kmq_offset_set_has(&ledger->late, o));
+            for (size_t i = 0; i < KMQ_END_CAUSES; i++) assert(!kmq_offset_set_has(&ledger->ends[i], o));
+        }
+    }
+}
+
 void kmq_ledger_check(const kmq_ledger *ledger)
 {
     int64_t last;
     check_segments(ledger);
     check_blocks(ledger);
+    check_own(ledger);
     kmq_offset_set_check(&ledger->open);
     kmq_offset_set_check(&ledger->late);
     if (kmq_offset_set_last(&ledger->open, &last)) assert(last < first_waiting(ledger));

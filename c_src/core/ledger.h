@@ -1,4 +1,5 @@
-/* kmq_ledger - what of one assigned partition is fetched, STARTed, handed out and settled, and what may be committed.
+/* kmq_ledger - what of one assigned partition is fetched, STARTed or parked, handed out and settled, and what may be
+ * committed.
  *
  * One ledger per partition and assignment epoch: an ack that names an old epoch finds the old ledger or none, never
  * this one. Messages are fetched, STARTed and handed out in offset order; they are settled in any order.
@@ -8,14 +9,15 @@
  *          settled     |     open      |           waiting           |  not fetched yet
  *                 oldest open        floor                        position
  *
- *   waiting   segments [lo, hi) without holes, ascending, each in one state: u unstarted, s starting, r ready
- *   open o    an offset set;  late x: another, of those whose time limit passed;  settled: in no set at all
+ *   waiting   segments [lo, hi) without holes, ascending, each in one state: u unstarted, s starting, r ready, parking
+ *   open o    an offset set, and beside it the few with a limit of their own (extend, see limits.h);  late x: another, of those whose time limit passed;  settled: in no set at all
  *   ends      an offset set for each cause: settled, and its END record is not written yet
  *   blocks    (hi, limit): what was handed out below hi, and not below the block before, is late from limit on
  *
  *   fetched -> unstarted -(take_start)-> starting -(started)-> ready -(hand_out)-> open -(settle, retry)-> gone
  *                  ^----(start_failed)------'                                        |
  *                                                           (take_timeouts) -> late -'-(settle, retry)-> gone
+ *           -> parking -(parked)-> gone: a delayed message, the tracker's from then on; it is never handed out
  *
  * With :offsets and :at_most_once there are no markers: what is fetched is ready at once, nothing is renewed, times
  * out, is retried or waits for an END.
@@ -26,10 +28,11 @@
  *   (3) no segment before next_start is unstarted;
  *   (4) every open or late offset is below every waiting one, and none is both;
  *   (5) no open offset waits for an END;
- *   (6) blocks ascend in hi and in limit; every open offset is below the last block's hi, or below overdue_below.
+ *   (6) blocks ascend in hi and in limit; every open offset is below the last block's hi, or below overdue_below;
+ *   (7) what has a limit of its own is in none of the sets and below every waiting offset.
  *
  * Costs, with m segments (what waits, broken where offsets are missing and where STARTs begin): fetch, hand_out and
- * take_start O(1) a segment; started and start_failed O(log m) and what they change; settle and retry as the offset
+ * take_start O(1) a segment; started and start_failed O(log m) and what they change; parked O(m); settle and retry as the offset
  * set, a bit in a bitmap; a run of consecutive offsets in settle_many costs as one.
  * Memory: 24 B a segment; the offset sets, by holes and not by span; at most 1,025 blocks of 16 B, because limits are
  * rounded up to the 1,024th part of the time limit. Late offsets are bounded: beyond KMQ_LEDGER_LATE_MAX the lowest
@@ -40,6 +43,7 @@
 #ifndef KMQ_LEDGER_H
 #define KMQ_LEDGER_H
 #include "kmq.h"
+#include "limits.h"
 #include "offset_set.h"
 
 enum { KMQ_LEDGER_LATE_MAX = 65536 };
@@ -64,9 +68,10 @@ typedef struct kmq_ledger {
     int64_t position, covered;
     int64_t max_processing_ms, step_ms; /* limits are multiples of step_ms */
     kmq_ledger_queue segments;
-    int64_t waiting, lead_n;
+    int64_t waiting, parking, lead_n; /* parking is part of waiting */
     size_t lead, next_start;
     kmq_offset_set open, late, ends[KMQ_END_CAUSES];
+    kmq_limits own; /* open, with limits of their own */
     kmq_ledger_queue blocks;
     int64_t overdue_below, overdue_ms; /* of the blocks dropped when their limit passed: the last hi and limit */
     kmq_ledger_counts counts;
@@ -89,6 +94,12 @@ int kmq_ledger_fetch(kmq_ledger *ledger, const int64_t *offsets, size_t n, size_
  * no commit. OK | EREPEAT (below the position: counted) | EINVAL */
 int kmq_ledger_skip(kmq_ledger *ledger, int64_t offset);
 
+/* One fetched offset that is delayed: it waits for its PARK record and holds the commit until then. OK | EREPEAT (below the
+ * position: counted) | ENOMEM | EINVAL (retired, INT64_MAX, or a mode without markers) */
+int kmq_ledger_park(kmq_ledger *ledger, int64_t offset);
+/* Every parking offset in [lo, hi) is durable in the marker topic: it is the tracker's now. OK | ENOMEM | EINVAL (hi < lo) */
+int kmq_ledger_parked(kmq_ledger *ledger, int64_t lo, int64_t hi);
+
 /* ---- START (nothing to do in the modes without markers: 0 ranges) */
 
 /* The next offsets that need a START, as exact ranges in order; they are `starting` from now on. At most max_ranges
@@ -108,8 +119,8 @@ int64_t kmq_ledger_ready(const kmq_ledger *ledger);
 /* Hands out the first n ready ones at now_ms. They are open until settled; their limit is now + max_processing, rounded
  * up by at most its 1,024th part. OK | ENOMEM | EINVAL (n < 0 or n > ready) */
 int kmq_ledger_hand_out(kmq_ledger *ledger, int64_t n, int64_t now_ms);
-/* Offset of the k-th message that is fetched and not handed out (k = 0: the first), or the position when there are not
- * so many. */
+/* Offset of the k-th message that is fetched and neither handed out nor parked (k = 0: the first), or the position when
+ * there are not so many. */
 int64_t kmq_ledger_waiting_offset(const kmq_ledger *ledger, int64_t k);
 
 /* ---- settling */
@@ -122,6 +133,10 @@ int kmq_ledger_settle_many(kmq_ledger *ledger, const int64_t *offsets, size_t n,
 /* The caller writes a RETRY for it: no longer open, renewed or timed out. Results as settle (ELATE: the RETRY of the
  * limit is written already, write none), and EINVAL in the modes without markers. */
 int kmq_ledger_retry(kmq_ledger *ledger, int64_t offset);
+
+/* The handler may take longer: its limit is limit_ms from now on, on the clock of hand_out. OK | ELATE | EUNKNOWN (both
+ * counted) | ENOMEM | EFULL (KMQ_LIMITS_MAX others have one) | EINVAL in the modes without markers */
+int kmq_ledger_extend(kmq_ledger *ledger, int64_t offset, int64_t limit_ms);
 
 /* END records to write: takes up to max_ranges ranges (ascending, whole runs) that wait for an END of `cause`. OK */
 int kmq_ledger_take_end(kmq_ledger *ledger, kmq_end_cause cause, kmq_range *out, size_t max_ranges, size_t *n);
@@ -154,7 +169,8 @@ void kmq_ledger_retire(kmq_ledger *ledger);
 
 /* ---- looking */
 int64_t kmq_ledger_open(const kmq_ledger *ledger);        /* handed out, not settled, not late */
-int64_t kmq_ledger_waiting(const kmq_ledger *ledger);     /* fetched, not handed out */
+int64_t kmq_ledger_waiting(const kmq_ledger *ledger);     /* fetched, not handed out, not parked */
+int64_t kmq_ledger_parking(const kmq_ledger *ledger);     /* of these: wait for their PARK */
 int64_t kmq_ledger_oldest_open(const kmq_ledger *ledger); /* offset, or -1 */
 kmq_ledger_counts kmq_ledger_counters(const kmq_ledger *ledger);
 size_t kmq_ledger_bytes(const kmq_ledger *ledger); /* the struct and all it has allocated */

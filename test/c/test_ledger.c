@@ -8,12 +8,13 @@
 
 /* ---- the naive ledger */
 
-typedef enum item_state { UNSTARTED, STARTING, READY, OPEN, LATE, GONE } item_state;
+typedef enum item_state { UNSTARTED, STARTING, READY, PARKING, OPEN, LATE, GONE } item_state;
 
 typedef struct item {
     int64_t offset, limit;
     item_state state;
-    int end; /* cause of the END it waits for, -1 none */
+    int end;  /* cause of the END it waits for, -1 none */
+    bool own; /* a limit of its own */
 } item;
 
 enum { ITEMS_MAX = 300, TAKEN_MAX = 32 };
@@ -29,6 +30,7 @@ typedef struct model {
     int64_t position, covered, max, last_limit;
     int64_t
         latest; /* the latest `now` a limit was looked at with: what has passed stays passed when a clock goes back */
+    int64_t now; /* of the call: limits of their own are looked at with that */
     kmq_ledger_counts counts;
     size_t n;
     item items[ITEMS_MAX];
@@ -43,7 +45,7 @@ static item *model_find(model *m, int64_t offset)
     return NULL;
 }
 
-static bool is_waiting(const item *it) { return it->state == UNSTARTED || it->state == STARTING || it->state == READY; }
+static bool is_waiting(const item *it) { return it->state <= PARKING; }
 
 static int64_t model_limit(model *m, int64_t now)
 {
@@ -59,7 +61,7 @@ static int64_t model_limit(model *m, int64_t now)
 
 static void compare(const kmq_ledger *ledger, const model *m)
 {
-    int64_t ready = 0, waiting = 0, open = 0, ends = 0, oldest = -1, next_timeout = INT64_MAX, floor = INT64_MAX;
+    int64_t ready = 0, waiting = 0, parking = 0, open = 0, ends = 0, oldest = -1, next_timeout = INT64_MAX, floor = INT64_MAX;
     bool all_ready = true;
     for (size_t i = 0; i < m->n; i++) {
         const item *it = &m->items[i];
@@ -68,6 +70,7 @@ static void compare(const kmq_ledger *ledger, const model *m)
             if (all_ready) ready++;
             assert_int_equal(kmq_ledger_waiting_offset(ledger, waiting), it->offset);
             waiting++;
+            parking += it->state == PARKING;
         }
         if (it->state == OPEN) {
             open++;
@@ -84,6 +87,7 @@ static void compare(const kmq_ledger *ledger, const model *m)
     assert_int_equal(kmq_ledger_waiting_offset(ledger, waiting), m->position);
     assert_int_equal(kmq_ledger_ready(ledger), ready);
     assert_int_equal(kmq_ledger_waiting(ledger), waiting);
+    assert_int_equal(kmq_ledger_parking(ledger), parking);
     assert_int_equal(kmq_ledger_open(ledger), open);
     assert_int_equal(kmq_ledger_ends(ledger), ends);
     assert_int_equal(kmq_ledger_oldest_open(ledger), oldest);
@@ -91,7 +95,7 @@ static void compare(const kmq_ledger *ledger, const model *m)
     int64_t got_timeout = kmq_ledger_next_timeout(ledger);
     if (got_timeout !=
         next_timeout) { /* passed already and asked about: any time that has passed will do, up to the last */
-        assert_true(got_timeout > next_timeout && got_timeout == ledger->overdue_ms);
+        assert_true(got_timeout > next_timeout && got_timeout <= ledger->overdue_ms);
     }
     kmq_ledger_counts counts = kmq_ledger_counters(ledger);
     assert_int_equal(counts.repeats, m->counts.repeats);
@@ -137,7 +141,8 @@ static bool want_end(const model *m, const item *it, int64_t cause)
 
 static bool want_timeout(const model *m, const item *it, int64_t now)
 {
-    return m->delivery == KMQ_DELIVERY_MARKERS && it->state == OPEN && it->limit <= now && it->limit != INT64_MAX;
+    return m->delivery == KMQ_DELIVERY_MARKERS && it->state == OPEN && it->limit <= (it->own ? m->now : now) &&
+           it->limit != INT64_MAX;
 }
 
 static bool want_start(const model *m, const item *it, int64_t arg)
@@ -171,6 +176,9 @@ static void compare_walks(const kmq_ledger *ledger, const model *m, size_t max)
 typedef enum op_kind {
     FETCH,
     SKIP,
+    PARK,
+    PARKED,
+    EXTEND,
     TAKE_START,
     STARTED,
     START_FAILED,
@@ -227,7 +235,8 @@ static op make_op(kmq_rng *rng, const model *m, const kmq_ledger *ledger, int64_
 {
     static const op_kind kinds[] = {FETCH,        FETCH,    SKIP,       TAKE_START, TAKE_START,  STARTED,     STARTED,
                                     START_FAILED, HAND_OUT, HAND_OUT,   SETTLE,     SETTLE_MANY, SETTLE_MANY, RETRY,
-                                    TAKE_END,     TAKE_END, END_FAILED, TIMEOUTS,   COVER};
+                                    TAKE_END,     TAKE_END, END_FAILED, TIMEOUTS,   COVER,       PARK,        PARK,        PARKED,
+                                    EXTEND,       EXTEND};
     op o = {.kind = kinds[kmq_rng_below(rng, sizeof kinds / sizeof *kinds)], .now = now};
     item_state like = kmq_rng_chance(rng, 4) ? LATE : OPEN;
     o.cause = kmq_rng_chance(rng, 3) ? (kmq_end_cause)kmq_rng_below(rng, KMQ_END_CAUSES) : KMQ_END_ACK;
@@ -235,17 +244,20 @@ static op make_op(kmq_rng *rng, const model *m, const kmq_ledger *ledger, int64_
     if (m->n > 0 && kmq_rng_chance(rng, 2000)) o.kind = RETIRE;
     switch (o.kind) {
     case FETCH: make_fetch(rng, m, &o); break;
+    case PARK:
     case SKIP: o.lo = m->position + (m->position < INT64_MAX - 4 ? (int64_t)kmq_rng_below(rng, 4) : 0) - 1; break;
     case TAKE_START: o.hi = 1 + (int64_t)kmq_rng_below(rng, 30); break;
+    case PARKED:
     case STARTED:
     case START_FAILED:
-        o.lo = some_offset(rng, m, STARTING);
+        o.lo = some_offset(rng, m, o.kind == PARKED ? PARKING : STARTING);
         o.hi = o.lo < INT64_MAX - 40 ? o.lo + (int64_t)kmq_rng_below(rng, 40) : INT64_MAX;
         break;
     case HAND_OUT:
         o.hi = (int64_t)kmq_rng_below(rng, (uint64_t)kmq_ledger_ready(ledger) + 1);
         if (kmq_rng_chance(rng, 50)) o.hi = kmq_ledger_ready(ledger) + 1;
         break;
+    case EXTEND: o.hi = kmq_rng_chance(rng, 20) ? INT64_MAX : now + (int64_t)kmq_rng_below(rng, 400) - 20; /* fallthrough */
     case SETTLE:
     case RETRY: o.lo = some_offset(rng, m, like); break;
     case SETTLE_MANY:
@@ -279,6 +291,27 @@ static int model_settle(model *m, int64_t offset, int cause)
     return rc;
 }
 
+static int model_extend(model *m, const op *o)
+{
+    item *it = model_find(m, o->lo);
+    if (it != NULL && it->state == OPEN) {
+        it->limit = o->hi;
+        it->own = true;
+        return KMQ_OK;
+    }
+    bool late = it != NULL && it->state == LATE;
+    m->counts.late += late;
+    m->counts.unknown += !late;
+    return late ? KMQ_ELATE : KMQ_EUNKNOWN;
+}
+
+static void model_parked(model *m, const op *o)
+{
+    for (size_t i = 0; i < m->n; i++)
+        if (m->items[i].state == PARKING && m->items[i].offset >= o->lo && m->items[i].offset < o->hi)
+            m->items[i].state = GONE;
+}
+
 static void model_fetch(model *m, const op *o, size_t accepted)
 {
     size_t fresh = 0;
@@ -288,7 +321,7 @@ static void model_fetch(model *m, const op *o, size_t accepted)
             continue;
         }
         item_state state = m->delivery == KMQ_DELIVERY_MARKERS ? UNSTARTED : READY;
-        m->items[m->n++] = (item){o->offsets[i], 0, state, -1};
+        m->items[m->n++] = (item){.offset = o->offsets[i], .state = state, .end = -1};
         m->position = o->offsets[i] + 1;
         fresh++;
     }
@@ -310,6 +343,7 @@ static void model_hand_out(model *m, const op *o)
         if (m->items[i].state != READY) continue;
         m->items[i].state = OPEN;
         m->items[i].limit = limit;
+        m->items[i].own = false;
         left--;
     }
 }
@@ -428,6 +462,30 @@ static bool run_op(kmq_ledger *ledger, model *m, const op *o, kmq_fail_alloc *fa
             m->position = o->lo + 1;
         }
         break;
+    case PARK:
+        rc = kmq_ledger_park(ledger, o->lo);
+        if (m->retired || m->delivery != KMQ_DELIVERY_MARKERS || o->lo == INT64_MAX) {
+            assert_int_equal(rc, KMQ_EINVAL);
+        } else if (o->lo < m->position) {
+            assert_int_equal(rc, KMQ_EREPEAT);
+            m->counts.repeats++;
+        } else if (rc == KMQ_OK) {
+            m->items[m->n++] = (item){.offset = o->lo, .state = PARKING, .end = -1};
+            m->position = o->lo + 1;
+        }
+        break;
+    case PARKED:
+        rc = kmq_ledger_parked(ledger, o->lo, o->hi);
+        if (rc == KMQ_OK) model_parked(m, o);
+        break;
+    case EXTEND:
+        rc = kmq_ledger_extend(ledger, o->lo, o->hi);
+        if (m->delivery != KMQ_DELIVERY_MARKERS) {
+            assert_int_equal(rc, KMQ_EINVAL);
+        } else if (rc != KMQ_ENOMEM) {
+            assert_int_equal(rc, model_extend(m, o));
+        }
+        break;
     case TAKE_START:
         rc = kmq_ledger_take_start(ledger, out, o->max_ranges, o->hi, &n);
         if (rc == KMQ_OK) {
@@ -477,6 +535,7 @@ static bool run_op(kmq_ledger *ledger, model *m, const op *o, kmq_fail_alloc *fa
         break;
     case TIMEOUTS:
         if (o->now > m->latest) m->latest = o->now;
+        m->now = o->now;
         rc = kmq_ledger_take_timeouts(ledger, o->now, out, o->max_ranges, &n);
         if (rc == KMQ_OK) {
             model_timeouts(m, o, out, n, fail->fail_at > 0 && fail->calls >= fail->fail_at);
