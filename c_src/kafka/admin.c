@@ -74,8 +74,13 @@ static rd_kafka_resp_err_t metadata(kafka_admin *admin, const char *topic, int t
 
 int kafka_admin_cluster_id(kafka_admin *admin, char *buf, size_t cap, int timeout_ms, kafka_error *err)
 {
+    int64_t deadline_ms = kafka_now_ms() + timeout_ms;
+    const rd_kafka_metadata_t *md;
     kafka_drop_events(admin->main);
-    char *id = rd_kafka_clusterid(admin->rk, timeout_ms);
+    /* The id comes with any answer about metadata; rd_kafka_clusterid alone waits for a periodic one, for a second. */
+    if (rd_kafka_metadata(admin->rk, 0, NULL, &md, timeout_ms) == RD_KAFKA_RESP_ERR_NO_ERROR)
+        rd_kafka_metadata_destroy(md);
+    char *id = rd_kafka_clusterid(admin->rk, kafka_left_ms(deadline_ms));
     if (id == NULL) return kafka_fail(err, admin->rk, RD_KAFKA_RESP_ERR__TIMED_OUT, "cluster id");
     snprintf(buf, cap, "%s", id);
     rd_kafka_mem_free(admin->rk, id);
