@@ -54,10 +54,13 @@ defmodule Kmq.Test.ClusterCase do
     )
   end
 
-  @doc "Runs every body of a module as a test of this one."
-  defmacro run_bodies(module) do
-    quote bind_quoted: [module: module] do
-      for {name, function} <- module.bodies() do
+  @doc "Runs every body of a module as a test of this one; `except:` lists the names of those that are not for here."
+  defmacro run_bodies(module, options \\ []) do
+    quote bind_quoted: [module: module, options: options] do
+      except = Keyword.get(options, :except, [])
+      [] = except -- Enum.map(module.bodies(), &elem(&1, 0))
+
+      for {name, function} <- module.bodies(), name not in except do
         @tag timeout: 60_000
         test name, context do
           apply(unquote(module), unquote(function), [context])
@@ -202,7 +205,7 @@ defmodule Kmq.Test.ClusterCase.Bodies do
     quote do
       import ExUnit.Assertions
       import ExUnit.Callbacks
-      import Kmq.Test.ClusterCase, except: [run_bodies: 1]
+      import Kmq.Test.ClusterCase, except: [run_bodies: 1, run_bodies: 2]
       import Kmq.Test.ClusterCase.Bodies
       import Kmq.Test.Eventually
 
