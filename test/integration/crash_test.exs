@@ -188,6 +188,8 @@ defmodule Kmq.CrashTest do
       eventually(fn -> Scene.copies(scene, n) > 100 end, 20_000)
 
       [frozen] = trackers(first)
+      # A frozen process would not even see that its VM is gone.
+      on_exit(fn -> VM.signal(frozen, :cont) end)
       VM.signal(frozen, :stop)
       copies = Scene.copies(scene, n)
       :ok = VM.call(second, Worker, :start_tracker, [tracker_options(scene)])
