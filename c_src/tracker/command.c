@@ -7,19 +7,21 @@
  *
  *   configure       #{props := [{Name, Value}],                  librdkafka's properties; secrets travel here, never in argv
  *                     group := Bin, tracker_group := Bin, queues := [#{topic := Bin, markers := Bin, dead_letters := Bin, copies := Bin}],
- *                     format => range | kmq, max_redeliveries => N, count_header => Bin, rate => N}
+ *                     format => range | kmq, max_redeliveries => N, count_header => Bin, rate => N,
+ *                     checkpoint_records => N, checkpoint_pause_ms => Ms, checkpoint_age_ms => Ms, trim_markers => true | false, trim_records => N}
  *                                                                -> ok | {error, already_configured | {badarg, Field}}
  *   info            _                                            -> #{state, uptime_ms, partitions => [#{...}], ...}
  *   ping            _                                            -> pong
  *   stop            _                                            -> ok, when commits are made and the group is left; then wait for exit
  *   anything else                                                -> {error, unknown_command}
  *
- *   Events: started; assigned, revoked #{partitions => [{MarkerTopic, P}]}; ready #{topic, partition, open, markers, ms};
+ *   Events: started; assigned, revoked #{partitions => [{MarkerTopic, P}]}; ready #{topic, partition, open, markers, loaded, ms};
+ *   checkpoint #{topic, partition, as_of, open, parts, bytes};
  *   redelivered, dead_lettered #{topic, partition, cause, count, lateness_ms (mean), lateness_max_ms, lateness_min_ms};
  *   gone #{topic, partition, count, offset}; malformed #{topic, partition, malformed, foreign, offset} (counts since the last one);
- *   marker_gap #{topic, partition, from, to}; alarm #{reason, topic, partition, text} (at most every 30 s each); error #{name, code,
+ *   marker_gap #{topic, partition, from, to, reason (retention | no_commit | no_checkpoint | recreated)}; alarm #{reason, topic, partition, text} (at most every 30 s each); error #{name, code,
  *   retriable, fatal, text}; log #{level, text}; gauges #{in_flight, waiting, partitions => [#{topic, partition, open, lag,
- *   oldest_age_ms}]} each second. Sums are told every 100 ms. Events are dropped, replies never, when nobody reads them.
+ *   oldest_age_ms, next_due_ms, due, checkpoint_age_ms, checkpoint_as_of}]} each second (-1: does not apply). Sums are told every 100 ms. Events are dropped, replies never, when nobody reads them.
  *
  *   Options that are not known are skipped. A frame that is not a command ends the program (status 1, a line on stderr). */
 #include "command.h"
@@ -165,11 +167,24 @@ static bool set_format(const char *bytes, int *at, tracker_config *config)
     return config->kmq_format || strcmp(name, "range") == 0;
 }
 
+static bool set_flag(const char *bytes, int *at, bool *field)
+{
+    char name[NAME_MAX_BYTES];
+    if (!key_of(bytes, at, name)) return false;
+    *field = strcmp(name, "true") == 0;
+    return *field || strcmp(name, "false") == 0;
+}
+
 const char *tracker_config_decode(const tracker_command *command, tracker_config *config)
 {
     const char *bytes = command->args, *wrong = "args";
     int at = command->at, pairs;
-    *config = (tracker_config){.max_redeliveries = 3, .rate = 10000};
+    *config = (tracker_config){.max_redeliveries = 3,
+                               .rate = 10000,
+                               .checkpoint_records = 20000,
+                               .checkpoint_pause_ms = 5000,
+                               .checkpoint_age_ms = 300000,
+                               .trim_records = 10000};
     if (ei_decode_map_header(bytes, &at, &pairs)) return wrong;
     for (int i = 0; i < pairs; i++) {
         char key[NAME_MAX_BYTES];
@@ -190,6 +205,16 @@ const char *tracker_config_decode(const tracker_command *command, tracker_config
             wrong = "max_redeliveries", ok = set_number(bytes, &at, &config->max_redeliveries);
         else if (strcmp(key, "rate") == 0)
             wrong = "rate", ok = set_number(bytes, &at, &config->rate);
+        else if (strcmp(key, "trim_markers") == 0)
+            wrong = "trim_markers", ok = set_flag(bytes, &at, &config->trim);
+        else if (strcmp(key, "checkpoint_records") == 0)
+            wrong = "checkpoint_records", ok = set_number(bytes, &at, &config->checkpoint_records);
+        else if (strcmp(key, "checkpoint_pause_ms") == 0)
+            wrong = "checkpoint_pause_ms", ok = set_number(bytes, &at, &config->checkpoint_pause_ms);
+        else if (strcmp(key, "checkpoint_age_ms") == 0)
+            wrong = "checkpoint_age_ms", ok = set_number(bytes, &at, &config->checkpoint_age_ms);
+        else if (strcmp(key, "trim_records") == 0)
+            wrong = "trim_records", ok = set_number(bytes, &at, &config->trim_records);
         else if (strcmp(key, "queues") == 0)
             wrong = "queues", ok = set_queues(bytes, &at, config);
         else

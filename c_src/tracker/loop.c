@@ -8,8 +8,7 @@
  *
  * The end takes less than 2 s in every state: each step has its own limit, alarm() stands behind them, and no helper thread is
  * waited for. Order within a turn: input, then what Kafka says, then decisions, then output; ENDs of the turn are coalesced.
- * Assignment: the tracker group's commits and the log's bounds are asked for by a helper thread; where the commit is outside the
- * log, that is told (`marker_gap`) and reading begins at the log's start. */
+ * Where an assigned partition begins is recover.c's. */
 #include "tracker.h"
 
 #include <errno.h>
@@ -108,7 +107,7 @@ void tracker_log_event(tracker *t, int level, const char *text)
     tracker_event_send(t);
 }
 
-static void partitions_event(tracker *t, const char *name, const kafka_partition *partitions, size_t n)
+void tracker_partitions_event(tracker *t, const char *name, const kafka_partition *partitions, size_t n)
 {
     tracker_event_begin(&t->scratch, name, 1);
     tracker_put_atom(&t->scratch, "partitions");
@@ -146,7 +145,7 @@ static void reply_error(tracker *t, int64_t id, const char *reason, const char *
 
 /* ------------------------------------------------------------------ parts */
 
-static tracker_queue *queue_of(tracker *t, const char *markers)
+tracker_queue *tracker_queue_of(tracker *t, const char *markers)
 {
     for (size_t i = 0; i < t->config.n_queues; i++)
         if (strcmp(t->queues[i].markers, markers) == 0) return &t->queues[i];
@@ -161,6 +160,7 @@ static void parts_clear(tracker *t)
         t->parts = part->next;
         part->gone = true;
         part->records = NULL;
+        tracker_checkpoint_drop(part);
         tracker_part_put(part);
     }
     tracker_redeliver_drop(t);
@@ -179,171 +179,6 @@ static void parts_rotate(tracker *t)
 
 /* ------------------------------------------------------------------ assignment */
 
-typedef struct assign_place {
-    tracker_part *part;
-    const char *markers;
-    int32_t partition;
-    int64_t committed, low, high;
-} assign_place;
-
-typedef struct assign_job {
-    helper_job job;
-    uint32_t epoch;
-    bool restart; /* one part that lost its position */
-    int rc;
-    kafka_error error;
-    size_t n;
-    assign_place places[];
-} assign_job;
-
-static void assign_run(helper_job *job, void *thread)
-{
-    assign_job *assign = (assign_job *)(void *)job;
-    kafka_admin *admin = tracker_tracker_admin(thread, &assign->error);
-    kafka_partition *partitions = tracker_alloc(assign->n * sizeof *partitions);
-    for (size_t i = 0; i < assign->n; i++)
-        partitions[i] = (kafka_partition){
-            .topic = assign->places[i].markers, .partition = assign->places[i].partition, .offset = -1001};
-    assign->rc =
-        admin ? kafka_admin_committed(admin, partitions, assign->n, TRACKER_ASK_MS, &assign->error) : KAFKA_EKAFKA;
-    for (size_t i = 0; i < assign->n && assign->rc == KAFKA_OK; i++) {
-        assign_place *place = &assign->places[i];
-        if (partitions[i].error) {
-            kafka_error_set(&assign->error, partitions[i].error, "commit of %s/%d", place->markers, place->partition);
-            assign->rc = KAFKA_EKAFKA;
-            break;
-        }
-        place->committed = partitions[i].offset;
-        assign->rc = kafka_admin_watermarks(admin, place->markers, place->partition, TRACKER_ASK_MS, &place->low,
-                                            &place->high, &assign->error);
-    }
-    free(partitions);
-}
-
-static void assign_free(assign_job *assign)
-{
-    for (size_t i = 0; i < assign->n; i++) tracker_part_put(assign->places[i].part);
-    free(assign);
-}
-
-/* Where to begin; a commit outside the log is a gap, and said. */
-static int64_t start_of(tracker *t, const assign_place *place)
-{
-    if (place->committed < 0) return place->low;
-    if (place->committed >= place->low && place->committed <= place->high) {
-        place->part->committed = place->committed;
-        return place->committed;
-    }
-    tracker_part_event(t, "marker_gap", place->part, 2);
-    tracker_pair_int(&t->scratch, "from", place->committed);
-    tracker_pair_int(&t->scratch, "to", place->low);
-    tracker_event_send(t);
-    return place->low;
-}
-
-static void assign_parts(tracker *t, assign_job *assign)
-{
-    kafka_error err;
-    kafka_partition *partitions = tracker_alloc(assign->n * sizeof *partitions);
-    for (size_t i = 0; i < assign->n; i++) {
-        const assign_place *place = &assign->places[i];
-        partitions[i] =
-            (kafka_partition){.topic = place->markers, .partition = place->partition, .offset = start_of(t, place)};
-    }
-    if (kafka_consumer_assign(t->consumer, partitions, assign->n, &err) != KAFKA_OK) {
-        tracker_error_event(t, &err);
-    } else {
-        for (size_t i = 0; i < assign->n; i++) {
-            tracker_part *part = assign->places[i].part;
-            part->records = kafka_consumer_queue(t->consumer, partitions[i].topic, partitions[i].partition);
-            tracker_part_start(t, part, partitions[i].offset, assign->places[i].high);
-            tracker_part_keep(part);
-            part->next = t->parts;
-            t->parts = part;
-        }
-        partitions_event(t, "assigned", partitions, assign->n);
-    }
-    free(partitions);
-}
-
-static void restart_part(tracker *t, assign_job *assign)
-{
-    kafka_error err;
-    tracker_part *part = assign->places[0].part;
-    if (part->gone) return;
-    part->records = kafka_consumer_queue(t->consumer, assign->places[0].markers, part->partition);
-    int64_t start = start_of(t, &assign->places[0]);
-    if (kafka_consumer_seek(t->consumer, assign->places[0].markers, part->partition, start, &err) != KAFKA_OK) {
-        tracker_error_event(t, &err);
-        return;
-    }
-    tracker_part_start(t, part, start, assign->places[0].high);
-}
-
-static void assign_done(helper_job *job, void *owner)
-{
-    assign_job *assign = (assign_job *)(void *)job;
-    tracker *t = owner;
-    if (assign->epoch != t->epoch || t->mode != MODE_RUNNING) {
-        assign_free(assign);
-        return;
-    }
-    if (assign->rc != KAFKA_OK) {
-        tracker_alarm(t, &t->alarm_ms[ALARM_ASSIGN], "assignment", NULL, -1, "cannot find out where to begin: %s",
-                      assign->error.text);
-        assign->job.next = t->assign_waiting;
-        t->assign_waiting = &assign->job;
-        t->assign_retry_ms = t->now_ms + RETRY_MS;
-        return;
-    }
-    if (assign->restart)
-        restart_part(t, assign);
-    else
-        assign_parts(t, assign);
-    assign_free(assign);
-}
-
-static assign_job *assign_new(tracker *t, size_t n)
-{
-    assign_job *assign = tracker_alloc(sizeof *assign + n * sizeof(assign_place));
-    assign->job.run = assign_run;
-    assign->job.done = assign_done;
-    assign->epoch = t->epoch;
-    return assign;
-}
-
-static void assign_again(tracker *t)
-{
-    while (t->assign_waiting && t->now_ms >= t->assign_retry_ms) {
-        assign_job *assign = (assign_job *)(void *)t->assign_waiting;
-        t->assign_waiting = assign->job.next;
-        if (assign->epoch != t->epoch || t->mode != MODE_RUNNING)
-            assign_free(assign);
-        else
-            helper_give(&t->asks, &assign->job);
-    }
-}
-
-void tracker_part_lost(tracker *t, tracker_part *part)
-{
-    tracker_part **from = &t->parts;
-    while (*from && *from != part) from = &(*from)->next;
-    if (!*from) return;
-    tracker_part *fresh = tracker_part_new(t, part->queue, part->partition);
-    fresh->next = part->next;
-    *from = fresh;
-    part->next = NULL;
-    part->gone = true; /* what is under way for the old book no longer touches it */
-    part->hot = false;
-    assign_job *assign = assign_new(t, 1);
-    assign->restart = true;
-    assign->n = 1;
-    assign->places[0] = (assign_place){.part = fresh, .markers = part->queue->markers, .partition = part->partition};
-    tracker_part_keep(fresh);
-    helper_give(&t->asks, &assign->job);
-    tracker_part_put(part);
-}
-
 static void on_assign(tracker *t, const kafka_event *event)
 {
     kafka_error err;
@@ -352,15 +187,7 @@ static void on_assign(tracker *t, const kafka_event *event)
         kafka_consumer_assign(t->consumer, NULL, 0, &err);
         return;
     }
-    assign_job *assign = assign_new(t, event->n_partitions);
-    for (size_t i = 0; i < event->n_partitions; i++) {
-        tracker_queue *queue = queue_of(t, event->partitions[i].topic);
-        if (!queue) continue;
-        assign->places[assign->n++] = (assign_place){.part = tracker_part_new(t, queue, event->partitions[i].partition),
-                                                     .markers = queue->markers,
-                                                     .partition = event->partitions[i].partition};
-    }
-    helper_give(&t->asks, &assign->job);
+    tracker_recover(t, event->partitions, event->n_partitions);
 }
 
 static void unassign(tracker *t)
@@ -375,7 +202,7 @@ static void unassign(tracker *t)
         partitions[n++] = (kafka_partition){.topic = part->queue->markers, .partition = part->partition};
     parts_clear(t);
     if (kafka_consumer_unassign(t->consumer, &err) != KAFKA_OK) tracker_error_event(t, &err);
-    if (n) partitions_event(t, "revoked", partitions, n);
+    if (n) tracker_partitions_event(t, "revoked", partitions, n);
     free(partitions);
 }
 
@@ -552,7 +379,8 @@ static void configure(tracker *t, const tracker_command *command)
     for (size_t i = 0; i < sizeof t->threads / sizeof t->threads[0]; i++)
         t->threads[i] = tracker_thread_new(&t->config);
     if (helper_start(&t->asks, t->jobs_wake[1], t->threads, 1) ||
-        helper_start(&t->reads, t->jobs_wake[1], t->threads + 1, 5)) {
+        helper_start(&t->loads, t->jobs_wake[1], t->threads + 1, 2) ||
+        helper_start(&t->reads, t->jobs_wake[1], t->threads + 3, 5)) {
         fputs("kmq_tracker: cannot start threads\n", stderr);
         t->status = 2;
         t->mode = MODE_ENDED;
@@ -595,6 +423,19 @@ static int64_t lag_of(const tracker_part *part)
     return part->known_end > part->position ? part->known_end - part->position : 0;
 }
 
+/* Five pairs about what is open. */
+static void open_gauges(tracker *t, const tracker_part *part)
+{
+    ei_x_buff *out = &t->scratch;
+    tracker_part_gauges gauges;
+    tracker_part_measure(t, part, &gauges);
+    tracker_pair_int(out, "oldest_age_ms", gauges.oldest_age_ms);
+    tracker_pair_int(out, "next_due_ms", gauges.next_due_ms);
+    tracker_pair_int(out, "due", gauges.due);
+    tracker_pair_int(out, "checkpoint_age_ms", gauges.checkpoint_age_ms);
+    tracker_pair_int(out, "checkpoint_as_of", part->reference.as_of);
+}
+
 static void reply_info(tracker *t, int64_t id)
 {
     ei_x_buff *out = &t->scratch;
@@ -611,7 +452,7 @@ static void reply_info(tracker *t, int64_t id)
     tracker_put_atom(out, "partitions");
     for (tracker_part *part = t->parts; part; part = part->next) {
         ei_x_encode_list_header(out, 1);
-        ei_x_encode_map_header(out, 13);
+        ei_x_encode_map_header(out, 19);
         tracker_pair_text(out, "topic", part->queue->topic);
         tracker_pair_int(out, "partition", part->partition);
         tracker_pair_atom(out, "state", state_name(part->state));
@@ -625,6 +466,8 @@ static void reply_info(tracker *t, int64_t id)
         tracker_pair_int(out, "below", part->below);
         tracker_pair_int(out, "malformed", part->n_malformed);
         tracker_pair_int(out, "foreign", part->n_foreign);
+        tracker_pair_int(out, "trimmed", part->trimmed);
+        open_gauges(t, part);
     }
     ei_x_encode_empty_list(out);
     tracker_event_send(t);
@@ -655,12 +498,12 @@ static void gauges(tracker *t)
     for (tracker_part *part = t->parts; part; part = part->next) {
         tracker_part_mark(part, t->now_ms);
         ei_x_encode_list_header(&t->scratch, 1);
-        ei_x_encode_map_header(&t->scratch, 5);
+        ei_x_encode_map_header(&t->scratch, 9);
         tracker_pair_text(&t->scratch, "topic", part->queue->topic);
         tracker_pair_int(&t->scratch, "partition", part->partition);
         tracker_pair_int(&t->scratch, "open", kmq_lease_book_open(&part->book));
         tracker_pair_int(&t->scratch, "lag", lag_of(part));
-        tracker_pair_int(&t->scratch, "oldest_age_ms", tracker_part_age_ms(part, t->now_ms));
+        open_gauges(t, part);
     }
     ei_x_encode_empty_list(&t->scratch);
     tracker_event_send(t);
@@ -795,7 +638,8 @@ static void jobs_done(tracker *t)
 {
     helper_job *job;
     if (!t->queues) return;
-    while ((job = helper_take(&t->asks)) || (job = helper_take(&t->reads))) job->done(job, t);
+    while ((job = helper_take(&t->asks)) || (job = helper_take(&t->loads)) || (job = helper_take(&t->reads)))
+        job->done(job, t);
 }
 
 /* ------------------------------------------------------------------ the loop */
@@ -817,7 +661,7 @@ static int next_deadline(const tracker *t)
     least(&wait, t->tick_ms - now);
     least(&wait, t->commit_ms - now);
     least(&wait, t->sums_ms - now);
-    if (t->assign_waiting) least(&wait, t->assign_retry_ms - now);
+    if (t->recover_waiting) least(&wait, t->recover_retry_ms - now);
     least(&wait, tracker_send_wait(t));
     least(&wait, tracker_redeliver_wait(t));
     int64_t rate = tracker_rate_wait(&t->rate, now);
@@ -844,11 +688,13 @@ static void turn(tracker *t)
     for (tracker_part *part = t->parts; part; part = part->next) {
         tracker_part_step(t, part);
         tracker_redeliver_take(t, part);
+        tracker_checkpoint_step(t, part);
+        tracker_trim_step(t, part);
     }
     parts_rotate(t);
     tracker_commits_ask(t);
     tracker_ends_flush(t);
-    assign_again(t);
+    tracker_recover_again(t);
     if (t->now_ms >= t->commit_ms) {
         t->commit_ms = t->now_ms + TRACKER_COMMIT_MS;
         if (t->mode == MODE_RUNNING) tracker_commits_send(t);

@@ -25,6 +25,7 @@ enum {
     ASK_PAUSE_MIN_MS = 50,
     ASK_PAUSE_MAX_MS = 1000,
     CLOCK_RETRY_MS = 200,
+    COUNT_RUNS = 100000,
     HEADERS = 16
 };
 
@@ -36,6 +37,7 @@ tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partiti
     part->partition = partition;
     part->refs = 1;
     part->committed = -1;
+    part->reference.as_of = -1;
     part->asked_ms = INT64_MIN / 2;
     part->barrier_below = -1;
     part->batch = TRACKER_BATCH;
@@ -94,8 +96,11 @@ static void barrier_passed(tracker *t, tracker_part *part)
     if (part->state != PART_REPLAY) return;
     part->state = PART_READY;
     tracker_clock_pace(&part->clock, t->now_ms);
-    part->ask_ms = t->now_ms; /* the first answer before it is needed */
-    tracker_part_event(t, "ready", part, 3);
+    part->ask_ms = t->now_ms;                                   /* the first answer before it is needed */
+    if (part->n_loaded && part->loaded_ts_ms < part->decide_ms) /* how old the checkpoint is, by the broker's clock */
+        part->reference_ms -= part->decide_ms - part->loaded_ts_ms;
+    tracker_part_event(t, "ready", part, 4);
+    tracker_pair_int(&t->scratch, "loaded", part->n_loaded);
     tracker_pair_int(&t->scratch, "open", kmq_lease_book_open(&part->book));
     tracker_pair_int(&t->scratch, "markers", part->n_read);
     tracker_pair_int(&t->scratch, "ms", t->now_ms - part->assigned_ms);
@@ -126,7 +131,10 @@ static bool read_record(tracker *t, tracker_part *part, const kafka_record *reco
     kmq_marker marker;
     switch (kmq_marker_decode(&part->queue->scope, part->partition, record->key, record->key_len, record->value,
                               record->value_len, headers, n, &marker)) {
-    case KMQ_MARKER_NEWER: stopped_by_newer(t, part, record); return false;
+    case KMQ_MARKER_NEWER:
+        if (KMQ_FAILPOINT("newer_marker")) break; /* as if this were the newer version, to which it says nothing */
+        stopped_by_newer(t, part, record);
+        return false;
     case KMQ_MARKER_FOREIGN:
         part->n_foreign++;
         part->odd_offset = record->offset;
@@ -328,13 +336,17 @@ void tracker_commits_ask(tracker *t)
 typedef struct commit_record {
     size_t n;
     tracker_part **parts;
+    char (*metadata)[TRACKER_REFERENCE_BYTES];
     kafka_partition partitions[];
 } commit_record;
 
-int64_t tracker_part_commit_value(const tracker_part *part)
+tracker_value tracker_part_commit_value(const tracker_part *part)
 {
     int64_t floor = kmq_lease_book_floor(&part->book);
-    return floor >= 0 ? floor : part->position;
+    if (floor < 0) return (tracker_value){part->position, NULL};
+    /* What was loaded from a checkpoint has its as_of as marker: hence <=, which at worst refers to it for longer than needed. */
+    if (floor <= part->reference.as_of) return (tracker_value){part->reference.as_of, &part->reference};
+    return (tracker_value){floor, NULL};
 }
 
 void tracker_part_mark(tracker_part *part, int64_t now_ms)
@@ -358,15 +370,40 @@ int64_t tracker_part_age_ms(const tracker_part *part, int64_t now_ms)
     return now_ms - since_ms;
 }
 
+/* The walk is bounded: what is due beyond it is not counted. */
+static int64_t count_due(const tracker_part *part, int64_t log_ms)
+{
+    int64_t n = 0, cursor = INT64_MIN, due_ms;
+    kmq_range run;
+    for (int runs = 0; runs < COUNT_RUNS && kmq_lease_book_next(&part->book, &cursor, &run, &due_ms, NULL, NULL);
+         runs++)
+        if (due_ms <= log_ms) n += run.hi - run.lo;
+    return n > (int64_t)part->n_held ? n - (int64_t)part->n_held : 0;
+}
+
+void tracker_part_measure(const tracker *t, const tracker_part *part, tracker_part_gauges *out)
+{
+    int64_t next_ms = kmq_lease_book_next_due(&part->book), log_ms = tracker_clock_estimate(&part->clock, t->now_ms);
+    int64_t wait_ms = tracker_clock_wait(&part->clock, next_ms, t->now_ms);
+    bool due = next_ms <= log_ms || kmq_lease_book_in_flight(&part->book) > (int64_t)part->n_held;
+    *out = (tracker_part_gauges){
+        .oldest_age_ms = tracker_part_age_ms(part, t->now_ms),
+        .next_due_ms = wait_ms == INT64_MAX ? -1 : wait_ms,
+        .due = due ? count_due(part, log_ms) : 0,
+        .checkpoint_age_ms = tracker_part_commit_value(part).reference ? t->now_ms - part->reference_ms : -1,
+    };
+}
+
 static bool wants_commit(const tracker_part *part)
 {
     return part->state == PART_READY && !part->gone && !part->committing &&
-           tracker_part_commit_value(part) > part->committed;
+           tracker_part_commit_value(part).offset > part->committed;
 }
 
 static void commit_free(commit_record *commit)
 {
     free(commit->parts);
+    free(commit->metadata);
     free(commit);
 }
 
@@ -377,10 +414,18 @@ void tracker_commits_send(tracker *t)
     if (n == 0 || KMQ_FAILPOINT("tracker_commit")) return;
     commit_record *commit = tracker_alloc(sizeof *commit + n * sizeof(kafka_partition));
     commit->parts = tracker_alloc(n * sizeof *commit->parts);
+    commit->metadata = tracker_alloc(n * sizeof *commit->metadata);
     for (tracker_part *part = t->parts; part; part = part->next) {
         if (!wants_commit(part)) continue;
-        commit->partitions[commit->n] = (kafka_partition){
-            .topic = part->queue->markers, .partition = part->partition, .offset = tracker_part_commit_value(part)};
+        tracker_value value = tracker_part_commit_value(part);
+        kafka_partition *partition = &commit->partitions[commit->n];
+        *partition =
+            (kafka_partition){.topic = part->queue->markers, .partition = part->partition, .offset = value.offset};
+        if (value.reference) {
+            tracker_reference_print(value.reference, commit->metadata[commit->n]);
+            partition->metadata = commit->metadata[commit->n];
+            if (KMQ_FAILPOINT("ck_commit")) partition->metadata = "ck1 broken";
+        }
         commit->parts[commit->n++] = part;
     }
     kafka_error err;
@@ -406,10 +451,12 @@ void tracker_commit_done(tracker *t, const kafka_event *event)
         tracker_part *part = commit->parts[i];
         int error = code ? code : i < event->n_partitions ? event->partitions[i].error : 0;
         part->committing = false;
-        if (error == 0)
+        if (error == 0) {
             part->committed = commit->partitions[i].offset;
-        else
+            if (commit->metadata[i][0] && KMQ_FAILPOINT("ck_committed")) part->committed = -1;
+        } else {
             code = error;
+        }
         tracker_part_put(part);
     }
     /* A commit that a rebalance has overtaken is refused, as it should be: the next owner's counts. */

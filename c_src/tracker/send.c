@@ -18,7 +18,7 @@ enum { REPORTS = 1000, RECORD_RANGES = 1000, TLV_ROOM = 64 };
 
 /* ------------------------------------------------------------------ the ring */
 
-static void ring_add(tracker *t, tracker_send *send, tracker_send_kind kind)
+void tracker_send_add(tracker *t, tracker_send *send, tracker_send_kind kind)
 {
     send->kind = kind;
     send->next = &t->sent;
@@ -62,7 +62,7 @@ void tracker_clock_send(tracker *t, tracker_part *part)
             tracker_alarm(t, &part->alarm_ms, "clock", part->queue->markers, part->partition, "%s", err.text);
         return; /* tried again by tracker_part_step */
     }
-    ring_add(t, &record->send, TRACKER_SEND_CLOCK);
+    tracker_send_add(t, &record->send, TRACKER_SEND_CLOCK);
     tracker_part_keep(part);
     part->barrier = BARRIER_SENT;
     part->clock_id = id;
@@ -103,7 +103,7 @@ static bool end_send(tracker *t, tracker_end_record *record)
     int rc = kafka_producer_send(t->producer, record->queue->markers_out, record->partition, record->key,
                                  sizeof record->key, record->bytes, record->n, NULL, 0, 0, record, NULL);
     if (rc != KAFKA_OK) return false;
-    ring_add(t, &record->send, TRACKER_SEND_END);
+    tracker_send_add(t, &record->send, TRACKER_SEND_END);
     return true;
 }
 
@@ -261,7 +261,7 @@ bool tracker_copy_send(tracker *t, tracker_item *item)
     free(many);
     if (rc == KAFKA_EFULL) return false;
     if (rc == KAFKA_OK) {
-        ring_add(t, &item->send, TRACKER_SEND_COPY);
+        tracker_send_add(t, &item->send, TRACKER_SEND_COPY);
         item->alone = t->now_ms < target->solo_until_ms;
         t->n_copies++;
         target->in_flight++;
@@ -293,6 +293,7 @@ static void report(tracker *t, tracker_send *send, int error, int64_t offset)
     switch (send->kind) {
     case TRACKER_SEND_CLOCK: clock_report(t, (clock_record *)(void *)send, error, offset); break;
     case TRACKER_SEND_END: end_report(t, (tracker_end_record *)(void *)send, error); break;
+    case TRACKER_SEND_CHECKPOINT: tracker_checkpoint_report(t, send, error, offset); break;
     case TRACKER_SEND_COPY: copy_report(t, (tracker_item *)(void *)send, error, offset); break;
     }
 }

@@ -27,6 +27,7 @@
 #define TRACKER_H
 
 #include <ei.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -39,6 +40,7 @@
 #include "lease_book.h"
 #include "marker.h"
 #include "pace.h"
+#include "reference.h"
 
 enum {
     TRACKER_BATCH = 1000,            /* due offsets per read of Q */
@@ -61,9 +63,15 @@ enum {
 typedef struct tracker tracker;
 typedef struct tracker_part tracker_part;
 typedef struct tracker_item tracker_item;
+typedef struct tracker_checkpoint tracker_checkpoint;
 
 /* What was given to the producer and not yet reported; in a ring, so that nothing is lost when the producer is rebuilt. */
-typedef enum tracker_send_kind { TRACKER_SEND_COPY, TRACKER_SEND_END, TRACKER_SEND_CLOCK } tracker_send_kind;
+typedef enum tracker_send_kind {
+    TRACKER_SEND_COPY,
+    TRACKER_SEND_END,
+    TRACKER_SEND_CLOCK,
+    TRACKER_SEND_CHECKPOINT
+} tracker_send_kind;
 typedef struct tracker_send {
     struct tracker_send *next, *previous;
     tracker_send_kind kind;
@@ -126,7 +134,7 @@ typedef struct tracker_end_record {
 typedef struct tracker_sum {
     int64_t count, lateness_ms, lateness_max_ms, lateness_min_ms;
 } tracker_sum;
-enum { TRACKER_CAUSES = 6 };
+enum { TRACKER_CAUSES = 7 };
 
 typedef enum tracker_part_state { PART_NEW, PART_REPLAY, PART_READY, PART_STOPPED } tracker_part_state;
 typedef enum tracker_barrier { BARRIER_NONE, BARRIER_WANTED, BARRIER_SENT } tracker_barrier;
@@ -171,8 +179,16 @@ struct tracker_part {
     size_t n_ends, cap_ends;
     tracker_part *next_ending;
 
-    int64_t committed;
+    int64_t committed; /* acknowledged; -1 = none that later ones must be above */
     bool committing;
+    tracker_reference reference;    /* the newest checkpoint that is durable; as_of -1 = none */
+    int64_t reference_ms;           /* since when */
+    int64_t n_loaded, loaded_ts_ms; /* what recovery found in it; its broker time */
+    tracker_checkpoint *checkpoint; /* being written */
+    int64_t checkpoint_ms;          /* no other before */
+    size_t checkpoint_bytes;        /* size of the last one */
+    int64_t trimmed, trim_ms, trim_by_ms;
+    bool trimming;
 
     struct tracker_mark {
         int64_t position, at_ms;
@@ -247,15 +263,15 @@ struct tracker {
     bool sandbox;
 
     tracker_part *parts;
-    uint32_t epoch; /* of the assignment */
+    _Atomic uint32_t epoch; /* of the assignment; the loop's, but helper threads look whether theirs is over */
     int n_commits;
     int64_t commit_ms, tick_ms, sums_ms, check_ms;
-    int64_t assign_retry_ms;
-    helper_job *assign_waiting; /* failed: asked again at assign_retry_ms */
+    int64_t recover_retry_ms;
+    helper_job *recover_waiting; /* failed: tried again at recover_retry_ms */
     bool checking;
 
     uint64_t instance; /* high bits random, low bits count CLOCKs */
-    void *threads[6];  /* what the helper threads keep: one that asks, five that read */
+    void *threads[8];  /* what the helper threads keep: one that asks, one that trims, one that loads, five that read */
     tracker_send sent; /* ring */
     size_t n_copies, n_ends;
     size_t n_active, active_bytes, n_reads;
@@ -266,7 +282,7 @@ struct tracker {
     bool more_reports, check_fatal;
     int64_t producer_retry_ms;
 
-    helper_pool asks, reads;
+    helper_pool asks, loads, reads;
     bool asking_commits;
     int64_t alarm_ms[ALARM_KINDS];
     int64_t n_redelivered, n_dead_lettered, n_gone;
@@ -281,12 +297,25 @@ int64_t tracker_now_ms(void);
 void tracker_event_send(tracker *t); /* what was written into t->scratch */
 /* Begins an event about a part: topic, partition, and more_pairs to follow. */
 void tracker_part_event(tracker *t, const char *name, const tracker_part *part, int more_pairs);
-void tracker_part_lost(tracker *t, tracker_part *part); /* its position is not in the log any more: begins afresh */
+void tracker_partitions_event(tracker *t, const char *name, const kafka_partition *partitions, size_t n);
+tracker_queue *tracker_queue_of(tracker *t, const char *markers); /* NULL: none of ours */
 /* {event, alarm, #{reason, topic, partition, text}}; at most every TRACKER_ALARM_MS per last_ms. */
 void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char *topic, int32_t partition,
                    const char *format, ...) __attribute__((format(printf, 6, 7)));
 void tracker_error_event(tracker *t, const kafka_error *err);
 void tracker_log_event(tracker *t, int level, const char *text);
+
+/* recover.c: where to begin */
+void tracker_recover(tracker *t, const kafka_partition *partitions,
+                     size_t n); /* assigned: parts appear when it is known */
+void tracker_recover_again(tracker *t);
+void tracker_part_lost(tracker *t, tracker_part *part); /* its position is not in the log any more: begins afresh */
+
+/* checkpoint.c */
+void tracker_checkpoint_step(tracker *t, tracker_part *part);
+void tracker_checkpoint_report(tracker *t, tracker_send *send, int error, int64_t offset);
+void tracker_checkpoint_drop(tracker_part *part); /* the partition is gone */
+void tracker_trim_step(tracker *t, tracker_part *part);
 
 /* client.c: what a helper thread keeps: clients that block, opened when first needed. Safe in that thread only. NULL: see err. */
 kafka_admin *tracker_group_admin(void *thread, kafka_error *err);   /* reads the consumer group's commits */
@@ -297,6 +326,7 @@ void *tracker_thread_new(const tracker_config *config);
 /* send.c: the producer */
 bool tracker_producer_open(tracker *t, kafka_error *err);
 void tracker_producer_step(tracker *t); /* reports, events, a fatal producer rebuilt, ENDs sent again */
+void tracker_send_add(tracker *t, tracker_send *send, tracker_send_kind kind);
 void tracker_clock_send(tracker *t, tracker_part *part);
 void tracker_ends_flush(tracker *t);
 bool tracker_copy_send(tracker *t, tracker_item *item); /* false: the local queue is full, item untouched */
@@ -310,10 +340,23 @@ void tracker_part_start(tracker *t, tracker_part *part, int64_t position, int64_
 void tracker_part_read(tracker *t, tracker_part *part); /* bounded; hot stays true when there may be more */
 void tracker_part_step(tracker *t, tracker_part *part); /* barrier and decision */
 int64_t tracker_part_wait(const tracker *t, const tracker_part *part);
-int64_t tracker_part_commit_value(const tracker_part *part);
+/* What to commit: the smallest marker offset that must be replayed; with the checkpoint that this is enough with, or NULL. */
+typedef struct tracker_value {
+    int64_t offset;
+    const tracker_reference *reference;
+} tracker_value;
+tracker_value tracker_part_commit_value(const tracker_part *part);
 void tracker_part_mark(tracker_part *part, int64_t now_ms); /* once a tick */
 int64_t tracker_part_age_ms(const tracker_part *part,
                             int64_t now_ms); /* since the oldest open marker was read; 0 = none is open */
+/* Gauges of one partition; -1 = does not apply. */
+typedef struct tracker_part_gauges {
+    int64_t oldest_age_ms;     /* 0 = nothing is open */
+    int64_t next_due_ms;       /* until something is due; 0 = now; -1 = nothing is open that ever will be */
+    int64_t due;               /* due and not yet copied; what the group will fetch itself is not */
+    int64_t checkpoint_age_ms; /* of the one that commits refer to */
+} tracker_part_gauges;
+void tracker_part_measure(const tracker *t, const tracker_part *part, tracker_part_gauges *out);
 void tracker_commits_send(tracker *t);
 void tracker_give_back(tracker_part *part, int64_t offset);
 void tracker_commit_done(tracker *t, const kafka_event *event);

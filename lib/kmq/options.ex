@@ -280,17 +280,42 @@ defmodule Kmq.Options do
                doc: "Copies a second, at most, for each tracker."
              ],
              trim_markers: [
-               type: {:custom, Types, :later, [[false], [true]]},
+               type: :boolean,
                default: false,
-               type_doc: "`false`",
-               doc: "Markers are left to the topic's retention."
+               doc:
+                 "The tracker deletes markers that nobody needs any more (below its own acknowledged commit), a few thousand at once. " <>
+                   "Needs the right to delete records of the marker topics. Otherwise they are left to the topics' retention."
              ]
            ] ++ @client
 
-  @dispositions "`:ack`, `:retry`, `{:retry, delay_ms | backoff}`, `:reject`, `:discard` or `:noop`"
+  @dispositions "`:ack`, `:retry`, `{:retry, delay_ms | backoff}`, `:release`, `{:snooze, delay_ms}`, `:reject`, `:discard`, `:noop` or `:manual`"
 
   @consumer @group ++
               [
+                filter: [
+                  type: {:custom, Types, :filter, []},
+                  default: [],
+                  type_doc: "`t:keyword/0`",
+                  doc:
+                    "What this group wants of its topics; the rest counts as done unseen. `tags: [\"vip\", ...]` (one of them), " <>
+                      "`headers: [{name, value}, ...]` (all), `routing: [\"orders.*.eu.#\", ...]` (one of these patterns); of several kinds all."
+                ],
+                ttl: [
+                  type: :pos_integer,
+                  doc:
+                    "Messages that are older than so many ms when their turn comes are not handed out. A message's own `ttl:` counts, too."
+                ],
+                on_expired: [
+                  type: {:in, [:reject, :discard]},
+                  default: :reject,
+                  doc:
+                    "What becomes of these: the dead letter topic, cause `expired`, or nothing."
+                ],
+                receipt_secret: [
+                  type: {:custom, Types, :secret, []},
+                  type_doc: "`t:binary/0`",
+                  doc: "Signs receipts (`Kmq.receipt/1`); at least 16 bytes."
+                ],
                 group_config: [
                   type: :keyword_list,
                   keys: @group_config,
@@ -398,6 +423,11 @@ defmodule Kmq.Options do
                    type: :pos_integer,
                    default: 200_000,
                    doc: "Messages that may wait in this VM for a broker; then publishing waits."
+                 ],
+                 receipt_secret: [
+                   type: {:custom, Types, :secret, []},
+                   type_doc: "`t:binary/0`",
+                   doc: "Receipts (`Kmq.settle/4`) must be signed with it."
                  ]
                ] ++ @client
 
@@ -420,11 +450,31 @@ defmodule Kmq.Options do
       doc:
         "How long to wait for room in the local queue; default the publisher's `:delivery_timeout`."
     ],
-    tags: [type: {:custom, Types, :not_yet, []}, doc: false],
-    routing_key: [type: {:custom, Types, :not_yet, []}, doc: false],
-    delay: [type: {:custom, Types, :not_yet, []}, doc: false],
-    at: [type: {:custom, Types, :not_yet, []}, doc: false],
-    ttl: [type: {:custom, Types, :not_yet, []}, doc: false]
+    tags: [
+      type: {:custom, Types, :tags, []},
+      type_doc: "list of `t:String.t/0`",
+      doc: "What consumers may filter by, without commas (header `kmq-tags`)."
+    ],
+    routing_key: [
+      type: {:custom, Types, :non_empty_string, []},
+      type_doc: "`t:String.t/0`",
+      doc: "Words between dots that consumers may filter by (header `kmq-routing-key`)."
+    ],
+    delay: [
+      type: :non_neg_integer,
+      doc:
+        "Not handed out for so many ms (header `kmq-due`). More than the topic keeps its records is refused."
+    ],
+    at: [
+      type: {:custom, Types, :datetime, []},
+      type_doc: "`t:DateTime.t/0`",
+      doc: "The same, with the time itself. One that is past means at once."
+    ],
+    ttl: [
+      type: :pos_integer,
+      doc:
+        "Not handed out any more after so many ms, counted from when it could be (header `kmq-expires`)."
+    ]
   ]
 
   @configure_ack [

@@ -26,9 +26,10 @@ defmodule Kmq.Telemetry do
   | `[:kmq, :dead_lettered]` | `count`, `late_ms` (sum), `late_max_ms` | `group, topic, partition, cause` | messages went to the dead letter topic |
   | `[:kmq, :gone]` | `count` | `group, topic, partition, offsets` | due messages were no longer in the queue topic |
   | `[:kmq, :malformed]` | `count` | `group, topic, partition, kind` (`:malformed, :foreign`) | records of the marker topic that are not ours |
-  | `[:kmq, :open]` | `count`, `oldest_age_ms` | `group, topic, partition` | handed out and not settled; now and then |
-  | `[:kmq, :tracker, :lag]` | `lag` | `group, topic, partition` | markers it has not read yet; now and then |
-  | `[:kmq, :offset_reset]` | `from`, `to` | `group, topic, partition`, `reason` (`:marker_gap`) | markers were deleted unread |
+  | `[:kmq, :open]` | `count`, `oldest_age_ms`, `next_due_ms` (-1: never), `due` | `group, topic, partition` | handed out and not settled; of these due and not copied yet; each second |
+  | `[:kmq, :tracker, :lag]` | `lag` | `group, topic, partition` | markers it has not read yet; each second |
+  | `[:kmq, :tracker, :checkpoint]` | `open`, `parts`, `bytes` | `group, topic, partition` | what is open was written to the end of the marker topic, so that a restart need not read further back |
+  | `[:kmq, :offset_reset]` | `from`, `to` | `group, topic, partition`, `reason` (`:marker_gap`), `cause` (`:retention, :no_commit, :no_checkpoint, :recreated`) | markers were deleted unread |
   | `[:kmq, :tracker, :start]` | `system_time` | `group` | a tracker program was started |
   | `[:kmq, :tracker, :stop]` | `system_time` | `group, reason` | it ended; it is started again unless its last user is gone |
 

@@ -15,7 +15,7 @@ defmodule Kmq.Tracker do
   marker topics: a tracker gets partitions of those only that it has subscribed to.
 
   The program runs outside of the VM: a fault in it takes nothing down, it is started again after a pause that grows from 0.1 to
-  10 seconds, and all it needs to know is in the marker topic. It ends by itself within two seconds when the VM is gone.
+  10 seconds (also when it has not answered for 15 seconds), and all it needs to know is in the marker topic. It ends by itself within two seconds when the VM is gone.
 
   Events are in `Kmq.Telemetry`. Alarms (a missing dead letter topic, a marker of a newer version) are logged as errors, at
   most every half minute each.
@@ -36,6 +36,10 @@ defmodule Kmq.Tracker do
   @pause_max_ms 10_000
   # A program that has run so long was not at fault for the last exit.
   @steady_ms 30_000
+  # A program that says nothing for so many beats, though asked each time, is frozen or stuck: it is killed and started again. Beats
+  # are counted, not time: after the VM itself has been frozen, one beat is late, and the answers are already there.
+  @beat_ms 5_000
+  @beats_missed 3
 
   @typedoc "A tracker: the result of `start_link/1`, or its name."
   @type tracker :: GenServer.server()
@@ -118,7 +122,10 @@ defmodule Kmq.Tracker do
   end
 
   @doc """
-  What the program says about itself: `:state`, `:partitions` with what is open and how far it has read, totals.
+  What the program says about itself: `:state`, totals, `:restarts`, and `:partitions`. Of each partition of a marker topic that this
+  tracker has: `:open`, how long the oldest of these is known here (`:oldest_age_ms`), when something is due next (`:next_due_ms`, -1 =
+  never), how many are `:due` and not yet copied, `:position`, `:committed` and `:lag` in the marker topic, the age of the
+  checkpoint that the commit refers to (`:checkpoint_age_ms`, -1 = none is needed).
   """
   @spec info(tracker) :: {:ok, map} | {:error, Error.t()}
   def info(tracker), do: call(tracker, :info)
@@ -156,8 +163,13 @@ defmodule Kmq.Tracker do
       pause_ms: @pause_min_ms,
       next_id: 1,
       calls: %{},
-      linger: nil
+      linger: nil,
+      os_pid: nil,
+      missed: 0,
+      restarts: 0
     }
+
+    Process.send_after(self(), :beat, beat_ms())
 
     {:ok, if(user, do: add_user(state, user), else: state), {:continue, :open}}
   end
@@ -179,7 +191,7 @@ defmodule Kmq.Tracker do
 
   @impl true
   def handle_info({port, {:data, frame}}, %{port: port} = state) do
-    {:noreply, frame(:kmq_port.decode(frame), state)}
+    {:noreply, frame(:kmq_port.decode(frame), %{state | missed: 0})}
   end
 
   def handle_info({port, {:exit_status, status}}, %{port: port} = state),
@@ -212,6 +224,11 @@ defmodule Kmq.Tracker do
   def handle_info(:linger, state) do
     Registry.unregister(Kmq.Registry, key(state.config))
     ending(%{state | status: :ending})
+  end
+
+  def handle_info(:beat, state) do
+    Process.send_after(self(), :beat, beat_ms())
+    {:noreply, beat(state)}
   end
 
   def handle_info(:give_up, %{status: :ending} = state), do: {:stop, :normal, state}
@@ -288,13 +305,35 @@ defmodule Kmq.Tracker do
           group: state.config.group_id
         })
 
-        %{state | port: port, status: :starting, started_at: now}
+        os_pid =
+          case Port.info(port, :os_pid) do
+            {:os_pid, os_pid} -> os_pid
+            nil -> nil
+          end
+
+        %{state | port: port, status: :starting, started_at: now, os_pid: os_pid, missed: 0}
 
       {:error, reason} ->
         Logger.error("#{name(state)}: cannot be started: #{inspect(reason)}")
         later(state)
     end
   end
+
+  defp beat(%{port: nil} = state), do: state
+  defp beat(%{status: :ending} = state), do: state
+
+  defp beat(%{missed: @beats_missed, os_pid: os_pid} = state) do
+    Logger.error("#{name(state)}: the program does not answer, it is killed")
+
+    if os_pid,
+      do: System.cmd("kill", ["-KILL", Integer.to_string(os_pid)], stderr_to_stdout: true)
+
+    %{state | missed: 0}
+  end
+
+  defp beat(state), do: command(%{state | missed: state.missed + 1}, :ping, [], :beat)
+
+  defp beat_ms, do: Application.get_env(:kmq, :tracker_beat_ms, @beat_ms)
 
   defp later(state) do
     Process.send_after(self(), :open, state.pause_ms)
@@ -324,7 +363,7 @@ defmodule Kmq.Tracker do
         "#{name(state)}: the program ended (#{inspect(reason)}), started again in #{down.pause_ms} ms"
       )
 
-      {:noreply, later(%{down | status: :down})}
+      {:noreply, later(%{down | status: :down, restarts: state.restarts + 1})}
     end
   end
 
@@ -381,6 +420,11 @@ defmodule Kmq.Tracker do
     state
   end
 
+  defp answered(from, %{} = info, state) do
+    reply(from, {:ok, Map.put(info, :restarts, state.restarts)})
+    state
+  end
+
   defp answered(from, reply, state) do
     reply(from, {:ok, reply})
     state
@@ -402,6 +446,7 @@ defmodule Kmq.Tracker do
       max_redeliveries: config.max_redeliveries,
       count_header: config.count_header,
       rate: config.redelivery_rate,
+      trim_markers: config.trim_markers,
       queues:
         for topic <- config.topics do
           %{
@@ -412,6 +457,7 @@ defmodule Kmq.Tracker do
           }
         end
     }
+    |> Map.merge(Application.get_env(:kmq, :tracker_settings, %{}))
   end
 
   @doc "The Kafka consumer group that the trackers of a group share their work by."
@@ -467,7 +513,12 @@ defmodule Kmq.Tracker do
 
       Telemetry.execute(
         [:kmq, :open],
-        %{count: partition.open, oldest_age_ms: partition.oldest_age_ms},
+        %{
+          count: partition.open,
+          oldest_age_ms: partition.oldest_age_ms,
+          next_due_ms: partition.next_due_ms,
+          due: partition.due
+        },
         meta
       )
 
@@ -494,16 +545,33 @@ defmodule Kmq.Tracker do
   end
 
   defp event(:marker_gap, info, state) do
+    lost =
+      if info.reason == :recreated,
+        do: "the commit, #{info.from}, is beyond the end",
+        else: "markers #{info.from}..#{info.to - 1} were deleted before they were read"
+
     Telemetry.execute(
       [:kmq, :offset_reset],
       %{from: info.from, to: info.to},
-      Map.put(place(info, state), :reason, :marker_gap)
+      place(info, state) |> Map.put(:reason, :marker_gap) |> Map.put(:cause, info.reason)
     )
 
     Logger.error(
-      "#{where(info, state)}: the commit in its marker topic (#{info.from}) is outside of the log, reading begins at #{info.to}: " <>
-        "markers are lost; does the topic keep its records for long enough?"
+      "#{where(info, state)}: #{lost} (#{gap(info.reason)}): " <>
+        "messages that were open in them may be lost"
     )
+  end
+
+  defp event(:checkpoint, info, state) do
+    Telemetry.execute(
+      [:kmq, :tracker, :checkpoint],
+      Map.take(info, [:open, :parts, :bytes]),
+      place(info, state)
+    )
+
+    Logger.debug(fn ->
+      "#{where(info, state)}: checkpoint of #{info.open} open messages as of marker #{info.as_of}, #{info.bytes} bytes"
+    end)
   end
 
   defp event(:log, info, state),
@@ -515,11 +583,17 @@ defmodule Kmq.Tracker do
 
   defp event(:ready, info, state) do
     Logger.debug(fn ->
-      "#{where(info, state)}: caught up after #{info.markers} markers in #{info.ms} ms, #{info.open} open"
+      "#{where(info, state)}: caught up after #{info.markers} markers in #{info.ms} ms, #{info.open} open" <>
+        if(info.loaded > 0, do: ", #{info.loaded} of them from a checkpoint", else: "")
     end)
   end
 
   defp event(_started, _info, _state), do: :ok
+
+  defp gap(:retention), do: "does the marker topic keep its records for long enough?"
+  defp gap(:no_commit), do: "the trackers' group has no commit, and there is no checkpoint"
+  defp gap(:no_checkpoint), do: "the checkpoint that the commit refers to is gone"
+  defp gap(:recreated), do: "the marker topic is another one than before"
 
   defp late(info),
     do: %{count: info.count, late_ms: info.lateness_ms, late_max_ms: info.lateness_max_ms}

@@ -1,0 +1,350 @@
+defmodule Kmq.Integration.TrackerCheckpointTest do
+  # The commit of a tracker moves although old messages are open; a restart reads little; a kill at any step loses and doubles nothing.
+  use Kmq.Test.ClusterCase, on: :kafka
+
+  alias Kmq.{Config, Tracker}
+  alias Kmq.Test.{Markers, RawLog}
+
+  # Offsets that no group has committed: open for ever, and never due.
+  @far 1_000_000
+  @long if System.get_env("KMQ_LONG") == "1", do: 20, else: 1
+
+  setup do
+    settings(checkpoint_records: 100, checkpoint_pause_ms: 200, trim_records: 100)
+    on_exit(fn -> Application.delete_env(:kmq, :tracker_settings) end)
+  end
+
+  defp settings(settings), do: Application.put_env(:kmq, :tracker_settings, Map.new(settings))
+
+  # A queue of one partition with n messages handed out and not acknowledged, their consumer gone.
+  defp scene(cluster, n, extra) do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, for(i <- 1..n, do: "#{i}"))
+    options = options(cluster, topic, [tracker: :external] ++ extra)
+    consumer = consumer(options)
+    pull(consumer, n)
+    markers = Config.default_marker_topic(topic, options[:group_id])
+    # killed, so that nothing is given back
+    Process.unlink(consumer)
+    handle = :sys.get_state(consumer).handle.pid
+    Process.exit(consumer, :kill)
+    Process.exit(handle, :kill)
+
+    %{
+      cluster: cluster,
+      topic: topic,
+      options: Keyword.drop(options, [:fetch_config, :group_config, :tracker]),
+      group: options[:group_id],
+      markers: markers,
+      n: n
+    }
+  end
+
+  defp start_tracker(scene, failpoints \\ nil, extra \\ []) do
+    if failpoints, do: System.put_env("KMQ_FAILPOINTS", failpoints)
+    id = {:tracker, scene.topic}
+    options = Keyword.merge(scene.options, extra)
+    tracker = start_supervised!(Supervisor.child_spec({Tracker, options}, id: id))
+    :sys.get_state(tracker)
+    System.delete_env("KMQ_FAILPOINTS")
+    tracker
+  end
+
+  defp stop_tracker(scene), do: stop_supervised!({:tracker, scene.topic})
+
+  defp part(tracker) do
+    {:ok, %{partitions: [part]}} = Tracker.info(tracker)
+    part
+  end
+
+  defp await(tracker, fun, timeout \\ 20_000) do
+    eventually(
+      fn ->
+        with {:ok, %{partitions: [part]} = info} <- Tracker.info(tracker),
+             true <- part.state == :ready and fun.(Map.merge(info, part)) do
+          Map.merge(info, part)
+        else
+          other -> raise ExUnit.AssertionError, message: inspect(other)
+        end
+      end,
+      timeout
+    )
+  end
+
+  defp pairs(scene, rounds, per_round) do
+    Markers.write(scene.cluster.hosts, scene.markers, rounds, fn round ->
+      for i <- 1..per_round, offset = @far + round * per_round + i, marker <- [:start, :done] do
+        if marker == :start,
+          do: Markers.start(0, offset, 600_000),
+          else: Markers.done(0, offset)
+      end
+    end)
+  end
+
+  defp referred?(part), do: part.checkpoint_as_of >= 0 and part.committed == part.checkpoint_as_of
+
+  defp copies(scene) do
+    scene.cluster
+    |> records(scene.topic, 1)
+    |> Enum.filter(&List.keymember?(&1.headers, "kmq-deliveries", 0))
+    |> Enum.map(& &1.value)
+    |> Enum.sort()
+  end
+
+  defp all_copied_once(scene, tracker, timeout \\ 20_000) do
+    await(tracker, &(&1.open == 0 and &1.committed == &1.position), timeout)
+    assert copies(scene) == Enum.sort(for i <- 1..scene.n, do: "#{i}")
+  end
+
+  test "a message that stays open does not hold the commit; the next tracker reads the checkpoint and little more",
+       %{cluster: cluster} do
+    scene = scene(cluster, 3, lease: 60_000, max_processing_time: 60_000)
+    tracker = start_tracker(scene)
+    pairs(scene, 10, 200)
+    before = await(tracker, &(&1.open == 3 and &1.committed > 3_500 and referred?(&1)))
+    assert before.lag == 0
+    stop_tracker(scene)
+
+    tracker = start_tracker(scene)
+    ready = await(tracker, &(&1.open == 3))
+    assert ready.read < 400
+    # as_of is kept, and referred to, as long as it is needed
+    assert referred?(ready)
+    for offset <- 0..2, do: Markers.write(cluster.hosts, scene.markers, [Markers.done(0, offset)])
+    done = await(tracker, &(&1.open == 0 and &1.committed == &1.position))
+    assert done.checkpoint_age_ms == -1
+  end
+
+  test "an old commit is written anew although there is little behind it", %{cluster: cluster} do
+    settings(checkpoint_records: 1_000_000, checkpoint_pause_ms: 100, checkpoint_age_ms: 1_500)
+    scene = scene(cluster, 1, lease: 60_000, max_processing_time: 60_000)
+    tracker = start_tracker(scene)
+    first = await(tracker, &referred?/1).checkpoint_as_of
+    second = await(tracker, &(&1.checkpoint_as_of > first and referred?(&1))).checkpoint_as_of
+    assert second > first
+  end
+
+  test "killed at every step of writing, committing, trimming and loading: nothing is lost, nothing doubled",
+       %{cluster: cluster} do
+    points =
+      ~w(ck_write=kill ck_write=kill@2 ck_durable=kill ck_commit=kill ck_committed=kill trim=kill trimmed=kill
+         ck_write=fail@2*1 ck_durable=fail@1*1 ck_commit=fail@1*1 tracker_commit=fail@3*20)
+
+    scenes =
+      for point <- points do
+        scene = scene(cluster, 20, lease: 9_000, max_processing_time: 9_000)
+        # Enough with deadlines of their own for a checkpoint in parts.
+        Markers.write(
+          cluster.hosts,
+          scene.markers,
+          for(i <- 1..7_000, do: Markers.start(0, @far + 2 * i, 600_000 + i))
+        )
+
+        {point, scene}
+      end
+
+    started =
+      for {point, scene} <- scenes,
+          do: {point, scene, start_tracker(scene, point, trim_markers: true)}
+
+    for {point, scene, tracker} <- started do
+      if String.contains?(point, "kill"),
+        do: eventually(fn -> match?({:ok, %{restarts: 1}}, Tracker.info(tracker)) end, 20_000)
+
+      # The rest of the way to a commit with a reference, or past it.
+      state = await(tracker, &(&1.open in [7_000, 7_020] and referred?(&1)))
+      assert state.trimmed > 0 or state.committed < 7_100
+      _ = scene
+    end
+
+    for {point, scene, tracker} <- started do
+      await(tracker, &(&1.open == 7_000), 30_000)
+      assert {point, copies(scene)} == {point, Enum.sort(for i <- 1..20, do: "#{i}")}
+    end
+  end
+
+  test "killed while it loads, and with a checkpoint that cannot be read whole: the one before, or all of M, gives the same",
+       %{cluster: cluster} do
+    scene = scene(cluster, 10, lease: 6_000, max_processing_time: 6_000)
+    tracker = start_tracker(scene)
+    pairs(scene, 3, 200)
+    await(tracker, &referred?/1)
+    stop_tracker(scene)
+    # failing: as if a part were gone; then it reads all there is
+    tracker = start_tracker(scene, "ck_load=kill")
+    eventually(fn -> match?({:ok, %{restarts: 1}}, Tracker.info(tracker)) end, 20_000)
+    await(tracker, fn _ -> true end)
+    stop_tracker(scene)
+    tracker = start_tracker(scene, "ck_load=fail")
+    assert await(tracker, fn _ -> true end).read > 1_000
+    all_copied_once(scene, tracker)
+  end
+
+  test "without a commit it searches M for the newest whole checkpoint, where the start of M is gone",
+       %{cluster: cluster} do
+    scene = scene(cluster, 5, lease: 60_000, max_processing_time: 60_000)
+    tracker = start_tracker(scene, nil, trim_markers: true)
+    pairs(scene, 10, 200)
+    await(tracker, &(&1.trimmed > 1_000 and referred?(&1)))
+    stop_tracker(scene)
+    forget_commits(scene)
+
+    tracker = start_tracker(scene)
+    ready = await(tracker, &(&1.open == 5))
+    assert ready.read < 3_000
+    refute_receive {[:kmq, :offset_reset], _, _}, 100
+  end
+
+  test "markers that retention took are told with their range; a position that is trimmed away recovers afresh",
+       %{cluster: cluster} do
+    listen()
+    settings(checkpoint_records: 1_000_000_000)
+    scene = scene(cluster, 5, lease: 60_000, max_processing_time: 60_000)
+    tracker = start_tracker(scene)
+    committed = await(tracker, &(&1.open == 5 and &1.committed >= 0)).committed
+    # frozen while what it has not read yet goes away
+    {:ok, %{os_pid: os_pid}} = Tracker.info(tracker)
+    Kmq.Test.VM.signal(os_pid, :stop)
+    pairs(scene, 5, 200)
+    delete_before(scene, 1_500)
+    Kmq.Test.VM.signal(os_pid, :cont)
+
+    assert_receive {[:kmq, :offset_reset], %{from: ^committed, to: 1_500},
+                    %{reason: :marker_gap, cause: :retention}},
+                   20_000
+
+    ready = await(tracker, &(&1.position > 2_000))
+    assert ready.open == 0
+  end
+
+  test "trim_markers keeps M small", %{cluster: cluster} do
+    scene = scene(cluster, 1, lease: 60_000, max_processing_time: 60_000)
+    tracker = start_tracker(scene, nil, trim_markers: true)
+    pairs(scene, 10, 200)
+    state = await(tracker, &(&1.position - &1.trimmed < 1_000 and &1.trimmed > 3_000))
+    assert state.open == 1
+    assert RawLog.end_offset(cluster.hosts, scene.markers, 0) >= state.position
+    assert low(scene) == part(tracker).trimmed
+  end
+
+  @tag timeout: 300_000
+  test "restart with much behind it", %{cluster: cluster} do
+    settings([])
+    # one open message since many markers ago
+    scene = scene(cluster, 1, lease: 3_600_000, max_processing_time: 3_600_000)
+    tracker = start_tracker(scene)
+    pairs(scene, 50 * @long, 1_000)
+    await(tracker, &(&1.lag == 0 and referred?(&1)), 60_000)
+    settle = fn part -> part.position - part.committed < 60_000 end
+    await(tracker, settle, 60_000)
+    stop_tracker(scene)
+    one = ready_ms(scene, 1)
+
+    # many markers written while it was down
+    stop_tracker(scene)
+    pairs(scene, 25 * @long, 1_000)
+    many = ready_ms(scene, 1)
+
+    # parked messages
+    parked = 10_000 * @long
+    due = System.os_time(:millisecond) + 3_600_000
+
+    Markers.write(cluster.hosts, scene.markers, 10, fn round ->
+      for i <- 1..div(parked, 10) do
+        n = (round - 1) * div(parked, 10) + i
+        Markers.park({scene.topic, scene.group}, 0, 10_000_000 + 3 * n, 1, due + n)
+      end
+    end)
+
+    {:ok, %{os_pid: os_pid}} = Tracker.info(tracker(scene))
+    await(tracker(scene), &(&1.open == parked + 1 and &1.lag == 0 and referred?(&1)), 60_000)
+    stop_tracker(scene)
+    parks = ready_ms(scene, parked + 1)
+    {:ok, %{os_pid: loaded}} = Tracker.info(tracker(scene))
+
+    IO.puts(:stderr, """
+    restart: one open since #{100_000 * @long} markers #{one} ms; #{50_000 * @long} markers while down #{many} ms; \
+    #{parked} parked #{parks} ms; memory #{inspect(memory_mb(os_pid))}, loaded #{inspect(memory_mb(loaded))} MiB at most
+    """)
+
+    assert one < scaled(2_000)
+    assert many < scaled(20_000)
+    assert parks < scaled(5_000)
+    assert memory_mb(loaded) < 512
+  end
+
+  defp tracker(scene) do
+    {_, pid, _, _} =
+      List.keyfind(
+        Supervisor.which_children(ExUnit.fetch_test_supervisor() |> elem(1)),
+        {:tracker, scene.topic},
+        0
+      )
+
+    pid
+  end
+
+  # From the start of the process until it decides.
+  defp ready_ms(scene, open) do
+    since = System.monotonic_time(:millisecond)
+    tracker = start_tracker(scene)
+    await(tracker, &(&1.open == open), 60_000)
+    System.monotonic_time(:millisecond) - since
+  end
+
+  defp memory_mb(os_pid) do
+    with {:ok, status} <- File.read("/proc/#{os_pid}/status"),
+         [_, kb] <- Regex.run(~r/VmHWM:\s+(\d+) kB/, status),
+         do: div(String.to_integer(kb), 1024)
+  end
+
+  defp listen do
+    :persistent_term.put(Kmq.Test.Scene, self())
+    Kmq.Telemetry.put_backend(Kmq.Test.Scene)
+    on_exit(fn -> Kmq.Telemetry.put_backend(nil) end)
+  end
+
+  defp admin(scene, group, fun) do
+    {:ok, admin} =
+      :kmq_nif.admin_open([{"bootstrap.servers", scene.cluster.hosts}, {"group.id", group}])
+
+    try do
+      fun.(admin)
+    after
+      :kmq_nif.admin_close(admin)
+    end
+  end
+
+  defp low(scene) do
+    admin(scene, scene.group, fn admin ->
+      {:ok, {low, _}} = :kmq_nif.admin_watermarks(admin, scene.markers, 0, 5_000)
+      low
+    end)
+  end
+
+  defp delete_before(scene, offset) do
+    admin(scene, scene.group, fn admin ->
+      :ok = :kmq_nif.admin_delete_records(admin, scene.markers, 0, offset, 5_000)
+    end)
+  end
+
+  # The trackers' group as it is when its offsets have expired.
+  defp forget_commits(scene) do
+    classpath = Path.join(Kmq.Test.Kafka.jars(), "libs/*")
+
+    {out, status} =
+      System.cmd(
+        "java",
+        ["-cp", classpath, "org.apache.kafka.tools.consumer.group.ConsumerGroupCommand"] ++
+          ["--bootstrap-server", scene.cluster.hosts, "--delete", "--group"] ++
+          [Tracker.tracker_group(scene.group)],
+        stderr_to_stdout: true
+      )
+
+    assert {status, out} == {0, out}
+
+    assert committed(scene.cluster, Tracker.tracker_group(scene.group), scene.markers, 1) == [
+             {0, -1001}
+           ]
+  end
+end
