@@ -26,7 +26,7 @@ defmodule Kmq do
   another node: through the consumer's handle), and says what it could not do.
   """
 
-  alias Kmq.{Backoff, Message}
+  alias Kmq.{Backoff, Handle, Message}
 
   @typedoc """
   Why a message was not settled. None of them is lost.
@@ -35,15 +35,26 @@ defmodule Kmq do
     * `:unknown` - it is not in work: it was settled before, or never handed out
     * `:closed` - the consumer is closed: it comes again after its lease
     * `:enomem` - no memory for it: it is as before
+    * `:full` - of `extend/3` only: 65,536 messages of its partition have a time limit of their own already
+    * `:timeout` - with `sync:` only: settled, but Kafka has not confirmed it in time; it is tried further
   """
-  @type failure :: :late | :unknown | :closed | :enomem
+  @type failure :: :late | :unknown | :closed | :enomem | :full | :timeout
 
   @typedoc "For one message the reason, for a list the messages concerned; all others of the list are settled."
   @type result :: :ok | {:error, failure} | {:error, [{Message.t(), failure}, ...]}
 
+  @typedoc """
+  Every function that settles takes `sync: true` (or a time-out in ms; `true` means 30,000): it returns when Kafka has
+  confirmed what it settled. Without it that happens within a few ms (`:ack_flush_interval`); a crash before that makes
+  the message come again.
+  """
+  @type sync :: {:sync, boolean | pos_integer}
+
   @doc "It is done. It will not be delivered again."
-  @spec ack(Message.t() | [Message.t()]) :: result
-  def ack(messages), do: settle(messages, &Kmq.Handle.settle(&1, :ack, coordinates(&2)))
+  @spec ack(Message.t() | [Message.t()], [sync]) :: result
+  def ack(messages, options \\ []) do
+    settle(messages, sync(options), &Handle.settle(&1, :ack, coordinates(&2)))
+  end
 
   @doc """
   It failed; deliver it again later, or dead-letter it when it has used up its attempts.
@@ -51,56 +62,116 @@ defmodule Kmq do
     * `:delay` - ms, or a backoff as the option `:backoff` takes it, or a function of the attempt and the reason; default is the
       consumer's `:backoff`
     * `:reason` - any term; a short text of it is kept with the message
+    * `:sync` - see `t:sync/0`
 
   A bad `:delay` raises `ArgumentError`.
   """
   @spec retry(Message.t() | [Message.t()], keyword) :: result
   def retry(messages, options \\ []) do
-    options = Keyword.validate!(options, [:delay, :reason])
+    options = Keyword.validate!(options, [:delay, :reason, :sync])
     reason = options[:reason]
     delay = delay_option(options[:delay])
 
-    settle(messages, fn handle, of_handle ->
+    settle(messages, sync(Keyword.take(options, [:sync])), fn handle, of_handle ->
       entries =
         for message <- of_handle do
           wait = wait(delay || message.backoff, message.attempt, reason)
           {message.slot, message.offset, wait}
         end
 
-      Kmq.Handle.retry(handle, entries, :failed, reason && reason_text(reason))
+      Handle.retry(handle, entries, :failed, reason && reason_text(reason))
     end)
+  end
+
+  @doc """
+  Give it back untouched: another consumer, or this one, gets it soon. That is no attempt; its `deliveries` count.
+  """
+  @spec release(Message.t() | [Message.t()], [sync]) :: result
+  def release(messages, options \\ []) do
+    settle(messages, sync(options), &Handle.retry(&1, timed(&2, 0), :released))
+  end
+
+  @doc "It is not ready yet: deliver it again in `delay_ms`. That is no attempt; its `deliveries` count."
+  @spec snooze(Message.t() | [Message.t()], non_neg_integer, [sync]) :: result
+  def snooze(messages, delay_ms, options \\ []) do
+    delay_ms = ms!(delay_ms, "snooze")
+    settle(messages, sync(options), &Handle.retry(&1, timed(&2, delay_ms), :snoozed))
+  end
+
+  @doc """
+  Its handler needs more time: it may be in work for `ms` from now on, in place of what is left of `:max_processing_time`.
+  It stays in work, and can be extended again.
+  """
+  @spec extend(Message.t() | [Message.t()], non_neg_integer, [sync]) :: result
+  def extend(messages, ms, options \\ []) do
+    ms = ms!(ms, "extend")
+    settle(messages, sync(options), &Handle.extend(&1, timed(&2, ms)))
   end
 
   @doc "To the dead letter topic now, with `reason` in its `kmq-error` header."
-  @spec reject(Message.t() | [Message.t()], term) :: result
-  def reject(messages, reason \\ nil) do
-    settle(messages, fn handle, of_handle ->
-      entries = for message <- of_handle, do: {message.slot, message.offset, 0}
-      Kmq.Handle.retry(handle, entries, :rejected, reason && reason_text(reason))
-    end)
+  @spec reject(Message.t() | [Message.t()], term, [sync]) :: result
+  def reject(messages, reason \\ nil, options \\ []) do
+    text = reason && reason_text(reason)
+    settle(messages, sync(options), &Handle.retry(&1, timed(&2, 0), :rejected, text))
   end
 
   @doc "Drop it: no other attempt and no dead letter."
-  @spec discard(Message.t() | [Message.t()]) :: result
-  def discard(messages), do: settle(messages, &Kmq.Handle.settle(&1, :discard, coordinates(&2)))
+  @spec discard(Message.t() | [Message.t()], [sync]) :: result
+  def discard(messages, options \\ []) do
+    settle(messages, sync(options), &Handle.settle(&1, :discard, coordinates(&2)))
+  end
 
   defp coordinates(messages), do: for(message <- messages, do: {message.slot, message.offset})
 
-  defp settle(%Message{} = message, fun) do
-    with {:error, [{_slot, _offset, reason} | _]} <- fun.(message.handle, [message]),
-         do: {:error, reason}
+  defp timed(messages, ms), do: for(message <- messages, do: {message.slot, message.offset, ms})
+
+  defp ms!(ms, _call) when is_integer(ms) and ms >= 0, do: ms
+
+  defp ms!(other, call),
+    do:
+      raise(
+        ArgumentError,
+        "#{call} takes ms, a non-negative integer, got: #{inspect(other)}"
+      )
+
+  @sync_ms 30_000
+
+  # nil, or how long to wait for Kafka.
+  defp sync([]), do: nil
+
+  defp sync(options) do
+    case Keyword.validate!(options, [:sync])[:sync] do
+      true ->
+        @sync_ms
+
+      ms when is_integer(ms) and ms > 0 ->
+        ms
+
+      off when off in [nil, false] ->
+        nil
+
+      other ->
+        raise ArgumentError, "expected :sync to be true, false or ms, got: #{inspect(other)}"
+    end
   end
 
-  defp settle([], _fun), do: :ok
+  defp settle(%Message{} = message, sync, fun) do
+    case settle_of(message.handle, [message], sync, fun) do
+      :ok -> :ok
+      {:error, [{_message, reason} | _]} -> {:error, reason}
+    end
+  end
 
-  defp settle([%Message{handle: handle} | _] = messages, fun) do
+  defp settle([], _sync, _fun), do: :ok
+
+  defp settle([%Message{handle: handle} | _] = messages, sync, fun) do
     if Enum.all?(messages, &(&1.handle == handle)) do
-      with {:error, failed} <- fun.(handle, messages), do: {:error, failed(failed, messages)}
+      settle_of(handle, messages, sync, fun)
     else
       messages
       |> Enum.group_by(& &1.handle)
-      |> Enum.flat_map(fn {_handle, of_handle} ->
-        case settle(of_handle, fun) do
+      |> Enum.flat_map(fn {handle, of_handle} ->
+        case settle_of(handle, of_handle, sync, fun) do
           :ok -> []
           {:error, failed} -> failed
         end
@@ -109,6 +180,27 @@ defmodule Kmq do
         [] -> :ok
         failed -> {:error, failed}
       end
+    end
+  end
+
+  defp settle_of(handle, messages, nil, fun) do
+    with {:error, failed} <- fun.(handle, messages), do: {:error, failed(failed, messages)}
+  end
+
+  defp settle_of(handle, messages, sync, fun) do
+    failed =
+      case settle_of(handle, messages, nil, fun) do
+        :ok -> []
+        {:error, failed} -> failed
+      end
+
+    refused = Enum.map(failed, &elem(&1, 0))
+    settled = messages -- refused
+
+    with [_ | _] <- settled, {:error, _} <- Handle.flush(handle, sync) do
+      {:error, failed ++ Enum.map(settled, &{&1, :timeout})}
+    else
+      _confirmed -> if failed == [], do: :ok, else: {:error, failed}
     end
   end
 

@@ -8,7 +8,7 @@
 
 -export([version/0, live/0, backoff/3]).
 -export([consumer_open/3, consumer_subscribe/1, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_settle/3,
-         consumer_retry/5, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
+         consumer_retry/5, consumer_extend/2, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
          consumer_close/2, consumer_kill/1, consumer_info/1, consumer_set_token/4, consumer_test_fatal/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
          publisher_set_token/4]).
@@ -46,7 +46,7 @@ hint(_) ->
 -type props() :: [{binary(), binary()}].
 -type failure() :: {error, {binary(), integer(), boolean(), boolean(), binary()} | atom()}.
 -type token() :: {Slot :: integer(), Offset :: integer()}.
--type refused() :: {error, [{integer(), integer(), late | unknown | closed | enomem}] | closed}.
+-type refused() :: {error, [{integer(), integer(), late | unknown | closed | enomem | full}] | closed}.
 
 -spec version() -> {binary(), integer()}.
 version() -> erlang:nif_error(not_loaded).
@@ -69,6 +69,8 @@ consumer_take(_Ref, _Max) -> erlang:nif_error(not_loaded).
 consumer_settle(_Ref, _Cause, _Tokens) -> erlang:nif_error(not_loaded).
 -spec consumer_retry(ref(), [{integer(), integer(), non_neg_integer()}], 0..4, 0..3, binary()) -> ok | refused().
 consumer_retry(_Ref, _Tokens, _Cause, _Flags, _Text) -> erlang:nif_error(not_loaded).
+-spec consumer_extend(ref(), [{integer(), integer(), non_neg_integer()}]) -> ok | refused().
+consumer_extend(_Ref, _Tokens) -> erlang:nif_error(not_loaded).
 -spec consumer_assign(ref(), non_neg_integer(), [{binary(), integer(), integer(), boolean()}]) -> ok | failure().
 consumer_assign(_Ref, _Epoch, _Partitions) -> erlang:nif_error(not_loaded).
 -spec consumer_reset(ref(), integer(), integer()) -> ok | failure().

@@ -51,6 +51,7 @@ typedef enum kmq_retry_cause {
     KMQ_RETRY_RELEASED = 2,
     KMQ_RETRY_SNOOZED = 3,
     KMQ_RETRY_REJECTED = 4,
+    KMQ_RETRY_EXPIRED = 5, /* its time to live was over before it was handed out */
     KMQ_RETRY_CRASH = 255
 } kmq_retry_cause;
 

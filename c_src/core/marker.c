@@ -193,7 +193,7 @@ static bool read_tlvs(kmq_wire_reader *reader, kmq_marker_tlv *tlv)
     return true;
 }
 
-static bool entry_cause_ok(uint8_t cause) { return cause <= KMQ_RETRY_REJECTED || cause == KMQ_RETRY_CRASH; }
+static bool entry_cause_ok(uint8_t cause) { return cause <= KMQ_RETRY_EXPIRED || cause == KMQ_RETRY_CRASH; }
 
 static bool read_entry(kmq_wire_reader *reader, kmq_checkpoint_entry *entry)
 {
@@ -229,7 +229,7 @@ static bool read_body(kmq_wire_reader *reader, kmq_marker *out)
         return read_set(reader, &out->set) && kmq_wire_read_u8(reader, &out->cause) && out->cause < KMQ_END_CAUSES;
     case KMQ_MARKER_RETRY:
         return read_set(reader, &out->set) && read_time(reader, &out->time_ms) &&
-               kmq_wire_read_u8(reader, &out->cause) && out->cause <= KMQ_RETRY_REJECTED &&
+               kmq_wire_read_u8(reader, &out->cause) && out->cause <= KMQ_RETRY_EXPIRED &&
                kmq_wire_read_u8(reader, &out->flags) && (out->flags & ~RETRY_FLAGS) == 0;
     case KMQ_MARKER_CHECKPOINT: return read_checkpoint(reader, out);
     case KMQ_MARKER_CLOCK: return true;
@@ -265,7 +265,7 @@ static size_t cut_text(const char *text, size_t len, size_t max)
     return ((uint8_t)text[cut] & 0xc0) == 0x80 ? max : cut;
 }
 
-/* A kmq-cause header makes a START a RETRY, or an EXTEND, or leaves it what it is: a lease. */
+/* A kmq-cause header makes a START a RETRY, an EXTEND or a PARK, or leaves it what it is: a lease. */
 static kmq_verdict decode_cause(const kmq_marker_header *cause, const kmq_marker_header *headers, size_t n_headers,
                                 kmq_marker *out)
 {
@@ -276,10 +276,18 @@ static kmq_verdict decode_cause(const kmq_marker_header *cause, const kmq_marker
         out->type = KMQ_MARKER_EXTEND;
         return KMQ_MARKER_OURS;
     }
+    if (parsed ==
+        KMQ_CAUSE_PARKED) { /* the time itself is in a header: exact, and the same for whoever reads it when */
+        const kmq_marker_header *due = find_header(headers, n_headers, "kmq-due");
+        out->type = KMQ_MARKER_PARK;
+        out->time_ms = due != NULL && due->value != NULL ? kmq_time_parse(due->value, due->value_len) : -1;
+        return out->time_ms >= 0 ? KMQ_MARKER_OURS : KMQ_MARKER_MALFORMED;
+    }
     out->type = KMQ_MARKER_RETRY;
     out->cause = (uint8_t)parsed;
     out->flags = parsed == KMQ_RETRY_RELEASED || parsed == KMQ_RETRY_SNOOZED ? 0
                  : parsed == KMQ_RETRY_REJECTED                              ? RETRY_FLAGS
+                 : parsed == KMQ_RETRY_EXPIRED                               ? KMQ_FLAG_DLQ
                                                                              : KMQ_FLAG_COUNTS;
     const kmq_marker_header *flags = find_header(headers, n_headers, "kmq-flags");
     if (flags != NULL) {
@@ -523,7 +531,7 @@ static int tail_bytes(kmq_marker_type type, int64_t time_ms, uint8_t cause, uint
     case KMQ_MARKER_PARK: return time_ms >= 0 ? (int)kmq_wire_uvar_bytes((uint64_t)time_ms) : KMQ_EINVAL;
     case KMQ_MARKER_END: return cause < KMQ_END_CAUSES ? 1 : KMQ_EINVAL;
     case KMQ_MARKER_RETRY:
-        if (time_ms < 0 || cause > KMQ_RETRY_REJECTED || (flags & ~RETRY_FLAGS) != 0) return KMQ_EINVAL;
+        if (time_ms < 0 || cause > KMQ_RETRY_EXPIRED || (flags & ~RETRY_FLAGS) != 0) return KMQ_EINVAL;
         return (int)kmq_wire_uvar_bytes((uint64_t)time_ms) + 2;
     case KMQ_MARKER_CHECKPOINT:
     case KMQ_MARKER_CLOCK: break;
@@ -635,9 +643,9 @@ int kmq_marker_encode_kmq_end(uint8_t buf[1])
 static const struct {
     uint8_t cause;
     const char *name;
-} causes[] = {{KMQ_RETRY_FAILED, "failed"},    {KMQ_RETRY_TIMEOUT, "timeout"},   {KMQ_RETRY_RELEASED, "released"},
-              {KMQ_RETRY_SNOOZED, "snoozed"},  {KMQ_RETRY_REJECTED, "rejected"}, {KMQ_RETRY_CRASH, "crash"},
-              {KMQ_CAUSE_EXTENDED, "extended"}};
+} causes[] = {{KMQ_RETRY_FAILED, "failed"},   {KMQ_RETRY_TIMEOUT, "timeout"},   {KMQ_RETRY_RELEASED, "released"},
+              {KMQ_RETRY_SNOOZED, "snoozed"}, {KMQ_RETRY_REJECTED, "rejected"}, {KMQ_RETRY_EXPIRED, "expired"},
+              {KMQ_RETRY_CRASH, "crash"},     {KMQ_CAUSE_EXTENDED, "extended"}, {KMQ_CAUSE_PARKED, "parked"}};
 
 const char *kmq_retry_cause_name(uint8_t cause)
 {
@@ -652,6 +660,19 @@ int kmq_retry_cause_parse(const void *text, size_t len)
     for (size_t i = 0; i < sizeof causes / sizeof causes[0]; i++)
         if (strlen(causes[i].name) == len && memcmp(causes[i].name, text, len) == 0) return causes[i].cause;
     return -1;
+}
+
+int64_t kmq_time_parse(const void *text, size_t len)
+{
+    const uint8_t *digits = text;
+    int64_t ms = 0;
+    if (len == 0) return -1;
+    for (size_t i = 0; i < len; i++) {
+        if (digits[i] < '0' || digits[i] > '9') return -1;
+        int64_t digit = digits[i] - '0';
+        ms = ms > (INT64_MAX - digit) / 10 ? INT64_MAX : ms * 10 + digit;
+    }
+    return ms;
 }
 
 int32_t kmq_count_decode(const void *bytes, size_t len)

@@ -55,8 +55,8 @@ typedef enum kmq_verdict {
 
 enum { KMQ_MARKER_KEY_BYTES = 12, KMQ_MARKER_MAX_BYTES = 65535, KMQ_ERROR_TEXT_MAX = 512 };
 
-/* What kmq_retry_cause_parse gives for "extended", the kmq-cause of an EXTEND in the :kmq format. */
-enum { KMQ_CAUSE_EXTENDED = 254 };
+/* What kmq_retry_cause_parse gives for the kmq-cause of an EXTEND ("extended") and of a PARK ("parked") in the :kmq format. */
+enum { KMQ_CAUSE_PARKED = 253, KMQ_CAUSE_EXTENDED = 254 };
 
 /* A set of offsets inside a record, walked without allocation: begin, then next until false. bytes NULL: the one offset
  * `single` of a :kmq record. */
@@ -102,7 +102,7 @@ typedef struct kmq_marker {
     size_t entries_bytes;
 } kmq_marker;
 
-/* A record header. :kmq format uses kmq-group, kmq-cause, kmq-error, kmq-flags; the first of a name counts. */
+/* A record header. :kmq format uses kmq-group, kmq-cause, kmq-error, kmq-flags, and kmq-due (epoch ms) for a PARK; the first of a name counts. */
 typedef struct kmq_marker_header {
     const char *name;
     const void *value;
@@ -171,10 +171,13 @@ int kmq_marker_encode_entry(uint8_t *buf, size_t cap, const kmq_range *ranges, s
 int kmq_marker_encode_kmq_start(uint8_t buf[9], int64_t after_ms);
 int kmq_marker_encode_kmq_end(uint8_t buf[1]);
 
-/* The text of a kmq-cause header: "failed" "timeout" "released" "snoozed" "rejected" "crash" "extended"; NULL = no
- * such cause. And back: a kmq_retry_cause or KMQ_CAUSE_EXTENDED; -1 = unknown. */
+/* The text of a kmq-cause header: "failed" "timeout" "released" "snoozed" "rejected" "expired" "crash" "extended"
+ * "parked"; NULL = no such cause. And back: a kmq_retry_cause or KMQ_CAUSE_...; -1 = unknown. */
 const char *kmq_retry_cause_name(uint8_t cause);
 int kmq_retry_cause_parse(const void *text, size_t len);
+
+/* A time as a header carries it (kmq-due, kmq-expires): decimal epoch ms. -1 = not one; more than INT64_MAX saturates. */
+int64_t kmq_time_parse(const void *text, size_t len);
 
 /* The count of kmq-redelivery-count: one signed byte, else int32 BE. No header (bytes NULL) = 0; any other length or
  * a negative = saturated to INT32_MAX. Encoding a negative count gives 0. */

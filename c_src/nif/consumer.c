@@ -67,6 +67,26 @@ static bool read_topics(ErlNifEnv *env, ERL_NIF_TERM list, engine *e)
     return true;
 }
 
+/* [{tag, Tag} | {header, Name, Value} | {routing, Pattern}] */
+static bool read_filter(ErlNifEnv *env, ERL_NIF_TERM list, kmq_filter *filter)
+{
+    ERL_NIF_TERM head;
+    while (enif_get_list_cell(env, list, &head, &list)) {
+        const ERL_NIF_TERM *t;
+        int arity, rc = KMQ_EINVAL;
+        ErlNifBinary a, b;
+        if (!enif_get_tuple(env, head, &arity, &t) || arity < 2 || !enif_inspect_binary(env, t[1], &a)) return false;
+        if (arity == 2 && enif_compare(t[0], atoms.tag) == 0)
+            rc = kmq_filter_add_tag(filter, (const char *)a.data, a.size);
+        else if (arity == 2 && enif_compare(t[0], atoms.routing) == 0)
+            rc = kmq_filter_add_routing(filter, (const char *)a.data, a.size);
+        else if (arity == 3 && enif_compare(t[0], atoms.header) == 0 && enif_inspect_binary(env, t[2], &b))
+            rc = kmq_filter_add_header(filter, (const char *)a.data, a.size, b.data, b.size);
+        if (rc) return false;
+    }
+    return true;
+}
+
 static bool read_config(ErlNifEnv *env, ERL_NIF_TERM map, engine *e)
 {
     engine_config *c = &e->config;
@@ -91,6 +111,10 @@ static bool read_config(ErlNifEnv *env, ERL_NIF_TERM map, engine *e)
               term_map_int64(env, map, atoms.instance, &instance);
     c->instance = (uint64_t)instance;
     if (!c->markers) c->max_in_flight = INT64_MAX;
+    ok = ok && term_map_int64(env, map, atoms.ttl_ms, &c->ttl_ms) && c->ttl_ms >= 0 &&
+         enif_get_map_value(env, map, atoms.on_expired, &value);
+    c->expired_discard = ok && enif_compare(value, atoms.discard) == 0;
+    ok = ok && enif_get_map_value(env, map, atoms.filter, &value) && read_filter(env, value, &c->filter);
     return ok && c->lease_ms > 0 && c->start_ahead > 0 && c->max_in_flight > 0 && c->max_poll_ms > 0 &&
            enif_get_map_value(env, map, atoms.topics, &value) && read_topics(env, value, e);
 }
@@ -103,6 +127,7 @@ static engine *new_engine(void)
     e->lock = enif_mutex_create((char *)(uintptr_t) "kmq:engine");
     e->wake_lock = enif_mutex_create((char *)(uintptr_t) "kmq:wake");
     e->slots_lock = enif_rwlock_create((char *)(uintptr_t) "kmq:slots");
+    kmq_filter_init(&e->config.filter, &core_alloc);
     e->commit_due = e->flush_due = INT64_MAX;
     atomic_store(&e->owner_due, INT64_MAX);
     return e;
@@ -405,6 +430,7 @@ static ERL_NIF_TERM failure(ErlNifEnv *env, int slot, int64_t offset, int rc)
     ERL_NIF_TERM reason = rc == KMQ_ELATE      ? atoms.late
                           : rc == KMQ_EUNKNOWN ? atoms.unknown
                           : rc == KMQ_ENOMEM   ? enif_make_atom(env, "enomem")
+                          : rc == KMQ_EFULL    ? atoms.full
                                                : atoms.closed;
     return enif_make_tuple3(env, enif_make_int(env, slot), enif_make_int64(env, offset), reason);
 }
@@ -479,37 +505,51 @@ KMQ_NIF(nif_consumer_settle)
     return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
 }
 
-static int retry_one(engine *e, int slot, int64_t offset, int64_t delay_ms, int cause, int flags,
-                     const ErlNifBinary *text)
+/* A marker that somebody asks for, of an offset that is in work: the ledger says whether, then it waits to be written. With
+ * limit_ms the offset stays in work until then, else it leaves. marker NULL: the ledger alone. Takes the marker. */
+static int ask_one(engine *e, int slot, int64_t offset, int64_t limit_ms, retry *marker)
 {
-    retry *r = enif_alloc(sizeof *r + text->size);
-    if (!r) return KMQ_ENOMEM;
-    *r = (retry){.range = {offset, offset + 1},
-                 .delay_ms = delay_ms,
-                 .cause = (uint8_t)cause,
-                 .flags = (uint8_t)flags,
-                 .text_len = text->size};
-    if (text->size) memcpy(r->text, text->data, text->size);
     enif_rwlock_rlock(e->slots_lock);
     part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
     int rc = KMQ_EUNKNOWN;
     bool was_full = false;
     if (p) {
         enif_mutex_lock(p->lock);
-        rc = kmq_ledger_retry(&p->ledger, offset);
-        if (rc == KMQ_OK) {
-            *p->retries_tail = r;
-            p->retries_tail = &r->next;
-            r = NULL;
+        rc = limit_ms ? kmq_ledger_extend(&p->ledger, offset, limit_ms) : kmq_ledger_retry(&p->ledger, offset);
+        if (rc == KMQ_OK && marker) {
+            marks_retry_queue(p, marker);
+            marker = NULL;
         }
-        was_full = p->full;
-        p->full = false;
+        if (!limit_ms) {
+            was_full = p->full;
+            p->full = false;
+        }
         enif_mutex_unlock(p->lock);
     }
     enif_rwlock_runlock(e->slots_lock);
-    enif_free(r);
+    enif_free(marker);
     if (was_full) engine_wake_borrower(e);
     return rc;
+}
+
+static int retry_one(engine *e, int slot, int64_t offset, int64_t delay_ms, int cause, int flags,
+                     const ErlNifBinary *text)
+{
+    kmq_range one = {offset, offset + 1};
+    retry *r = marks_retry_new(KMQ_MARKER_RETRY, one, delay_ms, (uint8_t)cause, (uint8_t)flags, text->data, text->size);
+    return r ? ask_one(e, slot, offset, 0, r) : KMQ_ENOMEM;
+}
+
+/* In the range format the handle itself keeps the limit, in the kmq format the tracker does. */
+static int extend_one(engine *e, int slot, int64_t offset, int64_t ms, int64_t now)
+{
+    kmq_range one = {offset, offset + 1};
+    retry *r = NULL;
+    if (e->config.format == FORMAT_KMQ) {
+        r = marks_retry_new(KMQ_MARKER_EXTEND, one, ms, 0, 0, NULL, 0);
+        if (!r) return KMQ_ENOMEM;
+    }
+    return ask_one(e, slot, offset, ms > INT64_MAX - now ? INT64_MAX : now + ms, r);
 }
 
 /* consumer_retry(Ref, [{Slot, Offset, DelayMs}], Cause, Flags, Text) -> ok | {error, [{Slot, Offset, Reason}]} */
@@ -520,8 +560,8 @@ KMQ_NIF(nif_consumer_retry)
     int cause, flags, slot;
     ErlNifBinary text;
     if (!e || !enif_is_list(env, argv[1]) || !enif_get_int(env, argv[2], &cause) || cause < 0 ||
-        cause > KMQ_RETRY_REJECTED || !enif_get_int(env, argv[3], &flags) || flags < 0 || flags > 3 ||
-        !enif_inspect_binary(env, argv[4], &text))
+        cause > KMQ_RETRY_REJECTED || /* expired is the engine's own */ !enif_get_int(env, argv[3], &flags) ||
+        flags < 0 || flags > 3 || !enif_inspect_binary(env, argv[4], &text))
         return enif_make_badarg(env);
     if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
     if (text.size > KMQ_ERROR_TEXT_MAX) text.size = KMQ_ERROR_TEXT_MAX;
@@ -537,6 +577,32 @@ KMQ_NIF(nif_consumer_retry)
             failures = enif_make_list_cell(env, failure(env, slot, offset, rc), failures);
     }
     after_settle(e, added);
+    return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
+}
+
+/* consumer_extend(Ref, [{Slot, Offset, Ms}]) -> ok | {error, [{Slot, Offset, Reason}]}: in work for that long from now on */
+KMQ_NIF(nif_consumer_extend)
+{
+    (void)argc;
+    engine *e = get_engine(env, argv[0]);
+    if (!e || !enif_is_list(env, argv[1])) return enif_make_badarg(env);
+    if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
+    int slot;
+    int64_t offset, added = 0, now = engine_now();
+    ErlNifSInt64 ms, soonest = INT64_MAX;
+    ERL_NIF_TERM head, tail = argv[1], failures = enif_make_list(env, 0);
+    while (enif_get_list_cell(env, tail, &head, &tail)) {
+        if (!get_token(env, head, 3, &slot, &offset, &ms) || ms < 0) return enif_make_badarg(env);
+        int rc = extend_one(e, slot, offset, ms, now);
+        if (rc != KMQ_OK) {
+            failures = enif_make_list_cell(env, failure(env, slot, offset, rc), failures);
+            continue;
+        }
+        added += e->config.format == FORMAT_KMQ;
+        if (ms < soonest) soonest = ms;
+    }
+    after_settle(e, added);
+    if (soonest < e->config.max_processing_ms) engine_notify_owner(e, soonest);
     return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
 }
 
@@ -570,6 +636,9 @@ static ERL_NIF_TERM part_info(ErlNifEnv *env, part *p)
     put(env, &map, atoms.in_flight, p->in_flight);
     put(env, &map, atoms.handed_out, (int64_t)p->handed_out);
     put(env, &map, atoms.foreign_copies, (int64_t)p->foreign_copies);
+    put(env, &map, atoms.filtered, (int64_t)p->filtered);
+    put(env, &map, atoms.parked, (int64_t)p->parked);
+    put(env, &map, atoms.expired, (int64_t)p->expired);
     return map;
 }
 

@@ -69,7 +69,7 @@ static void *core_realloc(void *ctx, void *ptr, size_t size)
     enif_free(ptr);
     return NULL;
 }
-static const kmq_alloc core_alloc = {core_realloc, NULL};
+const kmq_alloc core_alloc = {core_realloc, NULL};
 
 static engine_topic *find_topic(engine *e, const char *name)
 {
@@ -93,6 +93,7 @@ static void free_part(part *p)
         enif_free(r);
     }
     store_free(&p->store);
+    enif_free(p->parks);
     kmq_ledger_free(&p->ledger);
     enif_mutex_destroy(p->lock);
     enif_free(p);
@@ -149,6 +150,7 @@ static void retire(engine *e, part *p)
     p->state = PART_RETIRED;
     enif_mutex_unlock(p->lock);
     p->queue = NULL;
+    p->n_parks = 0;
     store_free(&p->store);
     e->n_retired++;
 }
@@ -449,7 +451,7 @@ static void flush_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
         if (e->flush_seq != UINT64_MAX) e->flush_seq = e->seq ? e->seq : 1;
     }
     for (const mark *m = e->oldest; m && m->seq <= e->flush_seq; m = m->next)
-        if (m->type == KMQ_MARKER_END || m->type == KMQ_MARKER_RETRY) return;
+        if (marks_awaited(e, m->type)) return;
     e->flush_seq = 0;
     *events = enif_make_list_cell(env, atoms.flushed, *events);
 }
@@ -638,6 +640,7 @@ void engine_free(engine *e)
     enif_free(e->producer_memory);
     enif_free(e->config.group_id);
     enif_free(e->config.count_header);
+    kmq_filter_free(&e->config.filter);
     if (e->slots_lock) enif_rwlock_destroy(e->slots_lock);
     if (e->wake_lock) enif_mutex_destroy(e->wake_lock);
     if (e->lock) enif_mutex_destroy(e->lock);

@@ -24,6 +24,7 @@
 
 #include <erl_nif.h>
 #include <stdatomic.h>
+#include "filter.h"
 #include "kmq.h"
 #include "ledger.h"
 #include "marker.h"
@@ -43,6 +44,9 @@ typedef struct engine_config {
     int64_t max_poll_ms, store_bytes;
     char *count_header;
     uint64_t instance;
+    int64_t ttl_ms;       /* of every message from its publication on; 0: none */
+    bool expired_discard; /* what expired is dropped, not dead-lettered */
+    kmq_filter filter;    /* what this consumer wants; the rest is skipped */
 } engine_config;
 
 typedef struct engine_topic {
@@ -51,15 +55,20 @@ typedef struct engine_topic {
     kmq_marker_scope scope;
 } engine_topic;
 
-/* A RETRY that somebody asked for and that is not written yet. */
+/* A RETRY, or in the kmq format an EXTEND, that somebody asked for and that is not written yet. */
 typedef struct retry {
     struct retry *next;
     kmq_range range;
     int64_t delay_ms;
-    uint8_t cause, flags;
+    uint8_t type, cause, flags;
     size_t text_len;
     char text[];
 } retry;
+
+/* A delayed message whose PARK is not written yet. */
+typedef struct park {
+    int64_t offset, due_ms;
+} park;
 
 typedef enum part_state { PART_ACTIVE, PART_RETIRED } part_state;
 
@@ -77,10 +86,13 @@ struct part {
     /* the gate of the first window; -1: no commit asked for yet */
     bool gated;
     int64_t gate_offset;
-    int64_t committed, sent; /* acknowledged; last sent. -1: none */
-    int starts_in_flight, in_flight;
+    int64_t committed, sent;         /* acknowledged; last sent. -1: none */
+    int starts_in_flight, in_flight; /* of starts: PARKs, too */
     int64_t start_pause_until;
-    uint64_t foreign_copies, handed_out;
+    uint64_t foreign_copies, filtered, parked, expired, handed_out;
+    park *parks;
+    size_t n_parks, cap_parks;
+    int64_t log_ms, log_at; /* time of the marker partition's broker when this clock showed log_at; 0: not known yet */
 
     ErlNifMutex *lock; /* ledger, retries */
     kmq_ledger ledger;
@@ -161,7 +173,13 @@ struct engine {
     kmq_range ranges[2048];                   /* of one record */
 };
 
-int64_t engine_now(void); /* monotonic, ms, > 0 */
+extern const kmq_alloc core_alloc; /* the VM's */
+int64_t engine_now(void);          /* monotonic, ms, > 0 */
+/* A time that the broker's clock has reached for certain. */
+static inline int64_t part_now(const part *p, int64_t now)
+{
+    return p->log_at ? p->log_ms + (now - p->log_at) : INT64_MIN;
+}
 void engine_clock_load(void);
 
 /* -- life (engine.c). Everything below is called with engine.lock held unless it says otherwise. */
@@ -199,5 +217,11 @@ void marks_release(engine *engine, part *part,
                    bool open);                    /* RETRY released: STARTed and covered by a commit; open ones too */
 void marks_fail_all(engine *engine, int64_t now); /* the producer is gone: what was in flight failed */
 bool marks_settled(const engine *engine);         /* nothing waits and no END or RETRY is in flight */
+bool marks_awaited(const engine *engine, uint8_t type);      /* does a flush wait for markers of this type */
+bool marks_park(part *part, int64_t offset, int64_t due_ms); /* false: no memory */
+/* No lock, then part.lock. NULL: no memory. */
+retry *marks_retry_new(uint8_t type, kmq_range range, int64_t delay_ms, uint8_t cause, uint8_t flags, const void *text,
+                       size_t text_len);
+void marks_retry_queue(part *part, retry *retry);
 
 #endif

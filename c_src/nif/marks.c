@@ -7,6 +7,8 @@
 
 enum { START_PAUSE_MS = 100, KMQ_BATCH = 1000, REPORTS = 256 };
 
+static bool is_start(uint8_t type);
+
 /* ------------------------------------------------------------------ in flight */
 static void link_mark(engine *e, mark *m)
 {
@@ -19,8 +21,8 @@ static void link_mark(engine *e, mark *m)
         e->oldest = m;
     e->newest = m;
     m->part->in_flight++;
-    if (m->type == KMQ_MARKER_START) m->part->starts_in_flight++;
-    if (m->type == KMQ_MARKER_END || m->type == KMQ_MARKER_RETRY) e->ends_in_flight++;
+    if (is_start(m->type)) m->part->starts_in_flight++;
+    if (marks_awaited(e, m->type)) e->ends_in_flight++;
 }
 
 static void unlink_mark(engine *e, mark *m)
@@ -34,26 +36,49 @@ static void unlink_mark(engine *e, mark *m)
     else
         e->newest = m->prev;
     m->part->in_flight--;
-    if (m->type == KMQ_MARKER_START) m->part->starts_in_flight--;
-    if (m->type == KMQ_MARKER_END || m->type == KMQ_MARKER_RETRY) e->ends_in_flight--;
+    if (is_start(m->type)) m->part->starts_in_flight--;
+    if (marks_awaited(e, m->type)) e->ends_in_flight--;
 }
 
-static retry *new_retry(kmq_range range, int64_t delay_ms, uint8_t cause, uint8_t flags, const char *text,
-                        size_t text_len)
+retry *marks_retry_new(uint8_t type, kmq_range range, int64_t delay_ms, uint8_t cause, uint8_t flags, const void *text,
+                       size_t text_len)
 {
     retry *r = enif_alloc(sizeof *r + text_len);
     if (!r) return NULL;
-    *r = (retry){.range = range, .delay_ms = delay_ms, .cause = cause, .flags = flags, .text_len = text_len};
+    *r = (retry){
+        .range = range, .delay_ms = delay_ms, .type = type, .cause = cause, .flags = flags, .text_len = text_len};
     if (text_len) memcpy(r->text, text, text_len);
     return r;
 }
 
-static void queue_retry(part *p, retry *r)
+void marks_retry_queue(part *p, retry *r)
 {
     r->next = NULL;
     *p->retries_tail = r;
     p->retries_tail = &r->next;
 }
+
+bool marks_park(part *p, int64_t offset, int64_t due_ms)
+{
+    if (p->n_parks == p->cap_parks) {
+        size_t cap = p->cap_parks ? 2 * p->cap_parks : 64;
+        park *parks = enif_realloc(p->parks, cap * sizeof *parks);
+        if (!parks) return false;
+        p->parks = parks;
+        p->cap_parks = cap;
+    }
+    p->parks[p->n_parks++] = (park){offset, due_ms};
+    return true;
+}
+
+/* An EXTEND of the range format renews a lease, which the next one does as well; in the kmq format somebody asked for it. */
+bool marks_awaited(const engine *e, uint8_t type)
+{
+    return type == KMQ_MARKER_END || type == KMQ_MARKER_RETRY ||
+           (type == KMQ_MARKER_EXTEND && e->config.format == FORMAT_KMQ);
+}
+
+static bool is_start(uint8_t type) { return type == KMQ_MARKER_START || type == KMQ_MARKER_PARK; }
 
 static int64_t count_offsets(const kmq_range *ranges, size_t n)
 {
@@ -67,6 +92,7 @@ static void give_back(engine *e, part *p, uint8_t type, uint8_t cause, uint8_t f
                       size_t text_len, const kmq_range *ranges, size_t n, int64_t now)
 {
     if (!n) return;
+    bool awaited = marks_awaited(e, type);
     enif_mutex_lock(p->lock);
     switch (type) {
     case KMQ_MARKER_START:
@@ -79,18 +105,25 @@ static void give_back(engine *e, part *p, uint8_t type, uint8_t cause, uint8_t f
         if (kmq_ledger_end_failed(&p->ledger, (kmq_end_cause)cause, ranges, n) == KMQ_OK)
             atomic_fetch_add(&e->pending, count_offsets(ranges, n));
         break;
+    case KMQ_MARKER_PARK:
+        for (size_t i = 0; i < n && p->state == PART_ACTIVE; i++)
+            for (int64_t o = ranges[i].lo; o < ranges[i].hi; o++)
+                if (!marks_park(p, o, time_ms)) p->lame = true;
+        p->start_pause_until = now + START_PAUSE_MS;
+        break;
+    case KMQ_MARKER_EXTEND:
     case KMQ_MARKER_RETRY:
-        for (size_t i = 0; i < n; i++) {
-            retry *r = new_retry(ranges[i], time_ms, cause, flags, text, text_len);
+        for (size_t i = 0; i < n && awaited; i++) {
+            retry *r = marks_retry_new(type, ranges[i], time_ms, cause, flags, text, text_len);
             if (!r) continue; /* its lease ends as a crash: counted, but not lost */
-            queue_retry(p, r);
+            marks_retry_queue(p, r);
             atomic_fetch_add(&e->pending, ranges[i].hi - ranges[i].lo);
         }
         break;
     default: break;
     }
     enif_mutex_unlock(p->lock);
-    if (type == KMQ_MARKER_END || type == KMQ_MARKER_RETRY) {
+    if (awaited) {
         if (e->flush_seq) e->flush_seq = UINT64_MAX; /* the flush waits for the second try, too */
         if (e->flush_due > now + START_PAUSE_MS) e->flush_due = now + START_PAUSE_MS;
     }
@@ -108,6 +141,15 @@ static void finish(engine *e, mark *m, int64_t now)
             p->lame = true;
         enif_mutex_unlock(p->lock);
         (void)KMQ_FAILPOINT("start_handout");
+        engine_wake_borrower(e);
+    } else if (m->type == KMQ_MARKER_PARK) {
+        int rc = KMQ_OK;
+        enif_mutex_lock(p->lock);
+        for (size_t i = 0; i < m->n_ranges && p->state == PART_ACTIVE && !rc; i++)
+            rc = kmq_ledger_parked(&p->ledger, m->ranges[i].lo, m->ranges[i].hi);
+        if (rc) p->lame = true;
+        enif_mutex_unlock(p->lock);
+        engine_want_commit(e, now);
         engine_wake_borrower(e);
     }
     enif_free(m->text);
@@ -163,36 +205,59 @@ static size_t write_range_record(engine *e, part *p, uint8_t type, const kmq_ran
     return used;
 }
 
-static size_t kmq_headers(const engine *e, uint8_t type, uint8_t cause, uint8_t *flags_digit, uint8_t flags,
-                          const char *text, size_t text_len, kafka_header out[4])
+/* What a START's value has no room for. scratch holds what the headers point to. */
+typedef struct kmq_scratch {
+    char flags[1], due[24];
+} kmq_scratch;
+
+static size_t kmq_headers(const engine *e, uint8_t type, uint8_t cause, uint8_t flags, int64_t time_ms,
+                          const char *text, size_t text_len, kmq_scratch *scratch, kafka_header out[4])
 {
     size_t n = 0;
     if (type == KMQ_MARKER_END) return 0; /* END carries nothing: a Java peer reads its key alone */
     out[n++] = (kafka_header){"kmq-group", e->config.group_id, strlen(e->config.group_id)};
-    if (type == KMQ_MARKER_RETRY) {
-        const char *name = kmq_retry_cause_name(cause);
-        *flags_digit = (uint8_t)('0' + (flags & 7));
-        out[n++] = (kafka_header){"kmq-cause", name, strlen(name)};
-        out[n++] = (kafka_header){"kmq-flags", flags_digit, 1};
+    if (type == KMQ_MARKER_START) return n;
+    if (type == KMQ_MARKER_EXTEND) cause = KMQ_CAUSE_EXTENDED;
+    if (type == KMQ_MARKER_PARK) cause = KMQ_CAUSE_PARKED;
+    const char *name = kmq_retry_cause_name(cause);
+    out[n++] = (kafka_header){"kmq-cause", name, strlen(name)};
+    if (type == KMQ_MARKER_PARK) {
+        int len = snprintf(scratch->due, sizeof scratch->due, "%lld", (long long)time_ms);
+        out[n++] = (kafka_header){"kmq-due", scratch->due, (size_t)len};
+    } else if (type == KMQ_MARKER_RETRY) {
+        scratch->flags[0] = (char)('0' + (flags & 7));
+        out[n++] = (kafka_header){"kmq-flags", scratch->flags, 1};
         if (text_len) out[n++] = (kafka_header){"kmq-error", text, text_len};
     }
     return n;
 }
 
+static int64_t wall_ms(void) { return enif_monotonic_time(ERL_NIF_MSEC) + enif_time_offset(ERL_NIF_MSEC); }
+
+/* The time in a START's value, from its own timestamp on. PARK names a time of day; a JVM tracker needs what is left of it. */
+static int64_t kmq_time(const part *p, uint8_t type, int64_t time_ms, int64_t now)
+{
+    if (type != KMQ_MARKER_PARK) return time_ms;
+    int64_t at = part_now(p, now);
+    if (at == INT64_MIN) at = wall_ms();
+    return time_ms > at ? time_ms - at : 0;
+}
+
 /* kmq format: a record per offset, one mark for up to KMQ_BATCH of them. Returns the offsets written, from the front. */
 static int64_t write_kmq_records(engine *e, part *p, uint8_t type, kmq_range *ranges, size_t n, int64_t time_ms,
-                                 uint8_t cause, uint8_t flags, const char *text, size_t text_len)
+                                 uint8_t cause, uint8_t flags, const char *text, size_t text_len, int64_t now)
 {
     mark *m = new_mark(p, type, ranges, n, time_ms, cause, flags, text, text_len);
     if (!m) return 0;
-    uint8_t key[KMQ_MARKER_KEY_BYTES], value[9], digit;
+    uint8_t key[KMQ_MARKER_KEY_BYTES], value[9];
+    kmq_scratch scratch;
     size_t value_len = type == KMQ_MARKER_END ? 1 : 9;
     if (type == KMQ_MARKER_END)
         kmq_marker_encode_kmq_end(value);
     else
-        kmq_marker_encode_kmq_start(value, time_ms);
+        kmq_marker_encode_kmq_start(value, kmq_time(p, type, time_ms, now));
     kafka_header headers[4];
-    size_t n_headers = kmq_headers(e, type, cause, &digit, flags, text, text_len, headers);
+    size_t n_headers = kmq_headers(e, type, cause, flags, time_ms, text, text_len, &scratch, headers);
     int64_t written = 0;
     size_t i = 0;
     bool full = false;
@@ -234,7 +299,7 @@ static bool write_marks(engine *e, part *p, uint8_t type, kmq_range *ranges, siz
             used = write_range_record(e, p, type, ranges, n, time_ms, cause, flags, text, text_len);
             if (!used) break;
         } else {
-            int64_t written = write_kmq_records(e, p, type, ranges, n, time_ms, cause, flags, text, text_len);
+            int64_t written = write_kmq_records(e, p, type, ranges, n, time_ms, cause, flags, text, text_len, now);
             if (!written) break;
             while (used < n && written >= ranges[used].hi - ranges[used].lo)
                 written -= ranges[used].hi - ranges[used].lo, used++;
@@ -248,9 +313,36 @@ static bool write_marks(engine *e, part *p, uint8_t type, kmq_range *ranges, siz
 }
 
 /* ------------------------------------------------------------------ what the engine asks for */
+/* Delayed messages, those of one due time together. What cannot be written comes back into the list. */
+static void write_parks(engine *e, part *p, int64_t now)
+{
+    enum { MOST = sizeof e->ranges / sizeof *e->ranges };
+    park *parks = p->parks;
+    size_t count = p->n_parks, i = 0;
+    if (!count) return;
+    p->parks = NULL;
+    p->n_parks = p->cap_parks = 0;
+    while (i < count) {
+        const park *first = &parks[i];
+        size_t n = 0;
+        for (; i < count && parks[i].due_ms == first->due_ms; i++) {
+            int64_t o = parks[i].offset;
+            if (n && e->ranges[n - 1].hi == o)
+                e->ranges[n - 1].hi++;
+            else if (n == MOST || (n && o < e->ranges[n - 1].hi))
+                break;
+            else
+                e->ranges[n++] = (kmq_range){o, o + 1};
+        }
+        (void)write_marks(e, p, KMQ_MARKER_PARK, e->ranges, n, first->due_ms, 0, 0, NULL, 0, now);
+    }
+    enif_free(parks);
+}
+
 void marks_start(engine *e, part *p, int64_t now)
 {
     if (now < p->start_pause_until) return;
+    write_parks(e, p, now);
     int64_t lease = e->config.format == FORMAT_RANGE ? e->config.lease_ms : e->config.max_processing_ms;
     for (;;) {
         size_t n = 0;
@@ -292,9 +384,7 @@ static bool flush_retries(engine *e, part *p, int64_t now)
         list = r->next;
         atomic_fetch_sub(&e->pending, r->range.hi - r->range.lo);
         kmq_range range = r->range;
-        all = write_marks(e, p, KMQ_MARKER_RETRY, &range, 1, r->delay_ms, r->cause, r->flags, r->text, r->text_len,
-                          now) &&
-              all;
+        all = write_marks(e, p, r->type, &range, 1, r->delay_ms, r->cause, r->flags, r->text, r->text_len, now) && all;
         enif_free(r);
     }
     return all;
@@ -377,6 +467,15 @@ static void note_start_error(engine *e, const mark *m, const kafka_report *r, in
     e->start_error_at = now;
 }
 
+/* The log's time when it took the record: by now the broker's clock is at least there. */
+static void note_time(part *p, int64_t timestamp_ms, int64_t now)
+{
+    if (timestamp_ms <= 0) timestamp_ms = wall_ms(); /* a log without times is stamped by its writers */
+    if (timestamp_ms <= part_now(p, now)) return;
+    p->log_ms = timestamp_ms;
+    p->log_at = now;
+}
+
 void marks_reports(engine *e, int64_t now)
 {
     kafka_report reports[REPORTS];
@@ -391,7 +490,10 @@ void marks_reports(engine *e, int64_t now)
                 if (KMQ_FAILPOINT("start_report")) failed = true;
                 if (failed) note_start_error(e, m, &reports[i], now);
             }
-            if (failed) m->failed = true;
+            if (failed)
+                m->failed = true;
+            else
+                note_time(m->part, reports[i].timestamp_ms, now);
             if (--m->left == 0) finish(e, m, now);
         }
     } while (n == REPORTS);

@@ -43,9 +43,38 @@ static bool origin_is_read(const engine *e, const kafka_header *origin)
     return false;
 }
 
-/* false = a copy made for another group: not for us. The first header of a name counts. */
-static bool read_headers(const engine *e, const kafka_header *headers, size_t n, store_kmq *kmq)
+static int64_t time_of(const kafka_header *h) { return h->value ? kmq_time_parse(h->value, h->value_len) : -1; }
+
+/* When the message was published first. */
+static int64_t born_ms(const kafka_record *record, const kafka_header *origin)
 {
+    int64_t ms = -1;
+    if (origin && origin->value) {
+        const char *text = origin->value;
+        size_t at = origin->value_len;
+        while (at && text[at - 1] != '/') at--;
+        ms = kmq_time_parse(text + at, origin->value_len - at);
+    }
+    return ms >= 0 ? ms : record->timestamp_ms;
+}
+
+/* The pipeline's time to live begins with the publication; that of a delayed message, when it was due. */
+static void limit_life(const engine *e, const kafka_record *record, const kafka_header *origin, int64_t due_ms,
+                       store_kmq *kmq)
+{
+    if (!e->config.ttl_ms) return;
+    int64_t from = born_ms(record, origin);
+    if (from < due_ms) from = due_ms;
+    int64_t until = from > INT64_MAX - e->config.ttl_ms ? INT64_MAX : from + e->config.ttl_ms;
+    if (until < kmq->expires_ms) kmq->expires_ms = until;
+}
+
+/* false = a copy made for another group: not for us. The first header of a name counts. *due_ms: a delayed message that was not
+ * delivered anywhere yet is to wait until then; 0 = it is not. */
+static bool read_headers(const engine *e, const kafka_record *record, const kafka_header *headers, size_t n,
+                         store_kmq *kmq, int64_t *due_ms)
+{
+    int64_t due = -1, expires = -1;
     bool ours = true, group = false, count = false, deliveries = false;
     for (size_t i = 0; i < n; i++) {
         const kafka_header *h = &headers[i];
@@ -64,9 +93,17 @@ static bool read_headers(const engine *e, const kafka_header *headers, size_t n,
             deliveries = true;
         } else if (kmq->id_header < 0 && header_is(h, "kmq-origin")) {
             kmq->id_header = (int32_t)i;
+        } else if (due < 0 && header_is(h, "kmq-due")) {
+            due = time_of(h);
+        } else if (expires < 0 && header_is(h, "kmq-expires")) {
+            expires = time_of(h);
         }
     }
-    return ours || !origin_is_read(e, kmq->id_header < 0 ? NULL : &headers[kmq->id_header]);
+    const kafka_header *origin = kmq->id_header < 0 ? NULL : &headers[kmq->id_header];
+    if (expires >= 0) kmq->expires_ms = expires;
+    limit_life(e, record, origin, due, kmq);
+    *due_ms = due > 0 && !group ? due : 0;
+    return ours || !origin_is_read(e, origin);
 }
 
 /* ------------------------------------------------------------------ fetch */
@@ -89,25 +126,58 @@ static bool store_or_break(part *p, const kafka_record *record, const kafka_head
     return false;
 }
 
-static bool keep_headed(engine *e, part *p, const kafka_record *record, const kafka_header *headers, size_t n)
+static bool wanted(const engine *e, const kafka_header *headers, size_t n)
 {
-    store_kmq kmq = {.attempt = 1, .deliveries = 1, .id_header = -1};
-    bool ours = !n || read_headers(e, headers, n, &kmq);
+    kmq_filter_header small[16], *all = small;
+    if (kmq_filter_is_empty(&e->config.filter)) return true;
+    if (n > sizeof small / sizeof *small) all = enif_alloc(n * sizeof *all);
+    if (!all) return true; /* rather one too many than one lost */
+    for (size_t i = 0; i < n; i++)
+        all[i] = (kmq_filter_header){headers[i].name, strlen(headers[i].name), headers[i].value, headers[i].value_len};
+    bool match = kmq_filter_match(&e->config.filter, all, n);
+    if (all != small) enif_free(all);
+    return match;
+}
+
+/* Its PARK is written with the next STARTs; until it is durable the offset holds the commit. */
+static int park_it(part *p, int64_t offset, int64_t due_ms)
+{
     enif_mutex_lock(p->lock);
-    int rc =
-        ours ? kmq_ledger_fetch(&p->ledger, &record->offset, 1, NULL) : kmq_ledger_skip(&p->ledger, record->offset);
+    int rc = kmq_ledger_park(&p->ledger, offset);
     enif_mutex_unlock(p->lock);
+    if (rc == KMQ_OK && !marks_park(p, offset, due_ms)) rc = KMQ_ENOMEM;
+    if (rc == KMQ_OK) p->parked++;
+    return rc;
+}
+
+static bool keep_headed(engine *e, part *p, const kafka_record *record, const kafka_header *headers, size_t n,
+                        int64_t now)
+{
+    store_kmq kmq = {.attempt = 1, .deliveries = 1, .id_header = -1, .expires_ms = INT64_MAX};
+    int64_t due_ms = 0;
+    bool ours = read_headers(e, record, headers, n, &kmq, &due_ms), wants = ours && wanted(e, headers, n);
+    bool delayed = wants && e->config.markers && due_ms > 0 && due_ms > part_now(p, now);
+    int rc;
+    if (delayed) {
+        rc = park_it(p, record->offset, due_ms);
+    } else {
+        enif_mutex_lock(p->lock);
+        rc = wants ? kmq_ledger_fetch(&p->ledger, &record->offset, 1, NULL)
+                   : kmq_ledger_skip(&p->ledger, record->offset);
+        enif_mutex_unlock(p->lock);
+    }
     if (rc) {
         p->lame = true;
         return false;
     }
     p->position = record->offset + 1;
-    if (!ours) p->foreign_copies++;
-    return !ours || store_or_break(p, record, headers, n, &kmq);
+    p->foreign_copies += !ours;
+    p->filtered += ours && !wants;
+    return !wants || delayed || store_or_break(p, record, headers, n, &kmq);
 }
 
-/* A message is kept, or its offset is skipped (another group's copy): either way the position moves. */
-static bool keep(engine *e, part *p, const kafka_record *record)
+/* A message is kept, or its offset is skipped (another group's copy, filtered out) or parked: in each case the position moves. */
+static bool keep(engine *e, part *p, const kafka_record *record, int64_t now)
 {
     kafka_header small[16], *headers = small;
     size_t n = kafka_record_headers(record, small, sizeof small / sizeof *small);
@@ -119,7 +189,7 @@ static bool keep(engine *e, part *p, const kafka_record *record)
         }
         n = kafka_record_headers(record, headers, n);
     }
-    bool ok = keep_headed(e, p, record, headers, n);
+    bool ok = keep_headed(e, p, record, headers, n, now);
     if (headers != small) enif_free(headers);
     return ok;
 }
@@ -127,7 +197,7 @@ static bool keep(engine *e, part *p, const kafka_record *record)
 /* The common case, many plain messages: one call into the ledger for all of them. */
 static size_t keep_plain(part *p, const kafka_record *records, size_t n)
 {
-    static const store_kmq fresh = {.attempt = 1, .deliveries = 1, .id_header = -1};
+    static const store_kmq fresh = {.attempt = 1, .deliveries = 1, .id_header = -1, .expires_ms = INT64_MAX};
     int64_t offsets[POP], next = p->position;
     size_t count = 0, kept = 0;
     for (; count < n; count++) {
@@ -150,19 +220,20 @@ static size_t keep_plain(part *p, const kafka_record *records, size_t n)
     return kept;
 }
 
-static size_t fetch_some(engine *e, part *p, size_t max)
+static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
 {
+    bool plain_goes = !e->config.ttl_ms && kmq_filter_is_empty(&e->config.filter);
     kafka_record records[POP];
     size_t n = kafka_queue_pop(p->queue, records, max < POP ? max : POP), i = 0, kept = 0;
     while (i < n && !p->broken && !p->lame) {
-        size_t plain = keep_plain(p, records + i, n - i);
+        size_t plain = plain_goes ? keep_plain(p, records + i, n - i) : 0;
         i += plain;
         kept += plain;
         if (i == n || p->lame) break;
         const kafka_record *r = &records[i++];
         if (r->error)
             note_error(e, p, r);
-        else if (r->offset >= p->position && keep(e, p, r))
+        else if (r->offset >= p->position && keep(e, p, r, now))
             kept++;
     }
     kafka_records_free(records, n);
@@ -178,7 +249,7 @@ static void stored(const engine *e, int64_t *count, size_t *bytes)
     for (size_t i = 0; i < e->n_active; i++) {
         const part *p = e->active[i];
         if (p->full) continue;
-        *count += (int64_t)p->store.count;
+        *count += (int64_t)p->store.count + kmq_ledger_parking(&p->ledger);
         *bytes += p->store.bytes;
     }
 }
@@ -191,24 +262,24 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
     size_t idle = 0, bytes;
     stored(e, &count, &bytes);
     int64_t room = e->config.start_ahead + want - count;
-    uint64_t foreign = 0;
+    bool skipped = false;
     while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start)) {
         part *p = e->active[e->cursor % e->n_active];
         e->cursor = (e->cursor + 1) % e->n_active;
         size_t got = 0, before = p->store.bytes;
-        uint64_t skipped = p->foreign_copies;
+        int64_t position = p->position;
         while (p->hot && !p->broken && !p->lame && !p->full && got < QUANTUM && (int64_t)got < room &&
                (int64_t)bytes < e->config.store_bytes) {
             size_t left = (size_t)(room - (int64_t)got);
-            got += fetch_some(e, p, left < QUANTUM - got ? left : QUANTUM - got);
+            got += fetch_some(e, p, left < QUANTUM - got ? left : QUANTUM - got, now);
             if (slice_over(start)) break;
         }
         bytes += p->store.bytes - before;
-        foreign += p->foreign_copies - skipped;
+        skipped = skipped || p->position - position > (int64_t)got;
         room -= (int64_t)got;
-        idle = got ? 0 : idle + 1;
+        idle = p->position > position ? 0 : idle + 1;
     }
-    if (foreign) engine_want_commit(e, now); /* what is skipped moves the floor, too */
+    if (skipped) engine_want_commit(e, now); /* what is skipped moves the floor, too */
     if (e->config.markers)
         for (size_t i = 0; i < e->n_active; i++) marks_start(e, e->active[i], now);
 }
@@ -221,7 +292,10 @@ static bool may_fetch(const engine *e)
 void pump(engine *e, int64_t want, int64_t now)
 {
     marks_reports(e, now);
-    if (may_fetch(e)) fetch(e, want, now, enif_monotonic_time(ERL_NIF_USEC));
+    ErlNifTime start = enif_monotonic_time(ERL_NIF_USEC);
+    if (!may_fetch(e)) return;
+    fetch(e, want, now, start);
+    if (slice_over(start)) engine_notify_owner(e, 0); /* there may be more: what is skipped wakes nobody */
 }
 
 /* ------------------------------------------------------------------ hand out */
@@ -235,12 +309,37 @@ static void ask_gate(engine *e, part *p, int64_t window, int64_t now)
     e->commit_due = now;
 }
 
+/* The first message's time to live is over: nobody sees it. false: no memory, it is handed out after all. */
+static bool expire(engine *e, part *p, int64_t now)
+{
+    int64_t offset = store_first(&p->store);
+    retry *r = NULL;
+    if (!e->config.expired_discard) {
+        kmq_range one = {offset, offset + 1};
+        r = marks_retry_new(KMQ_MARKER_RETRY, one, 0, KMQ_RETRY_EXPIRED, KMQ_FLAG_DLQ, NULL, 0);
+        if (!r) return false;
+    }
+    enif_mutex_lock(p->lock);
+    int rc = r ? kmq_ledger_retry(&p->ledger, offset) : kmq_ledger_settle(&p->ledger, offset, KMQ_END_EXPIRED);
+    if (!rc && r) marks_retry_queue(p, r);
+    enif_mutex_unlock(p->lock);
+    if (rc) {
+        enif_free(r);
+        return false;
+    }
+    store_drop(&p->store);
+    p->expired++;
+    if (!atomic_fetch_add(&e->pending, 1)) engine_notify_owner(e, e->config.ack_flush_ms);
+    engine_want_commit(e, now);
+    return true;
+}
+
 static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, int64_t now, ErlNifTime start, bool *cut,
                              ERL_NIF_TERM *list)
 {
     int64_t got = 0;
     size_t bytes = 0;
-    ERL_NIF_TERM terms[HAND_OUT];
+    int64_t broker_now = part_now(p, now);
     *cut = false;
     while (got < max) {
         enif_mutex_lock(p->lock);
@@ -259,9 +358,11 @@ static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, in
         if (n > 0 && kmq_ledger_hand_out(&p->ledger, n, now)) n = 0;
         enif_mutex_unlock(p->lock);
         if (n <= 0) break;
-        for (int64_t i = 0; i < n; i++) terms[i] = store_take(&p->store, env, &bytes);
-        for (int64_t i = 0; i < n; i++) *list = enif_make_list_cell(env, terms[i], *list);
-        got += n;
+        for (int64_t i = 0; i < n; i++) {
+            if (store_first_expires(&p->store) <= broker_now && expire(e, p, now)) continue;
+            *list = enif_make_list_cell(env, store_take(&p->store, env, &bytes), *list);
+            got++;
+        }
         if (slice_over(start)) {
             *cut = true;
             break;

@@ -139,6 +139,25 @@ bool store_push(store *s, const kafka_record *record, const kafka_header *header
 
 int64_t store_first(const store *s) { return first_entry(s)->offset; }
 
+int64_t store_first_expires(const store *s) { return first_entry(s)->kmq.expires_ms; }
+
+static size_t payload_bytes(const store_entry *entry)
+{
+    return (entry->key_len > 0 ? (size_t)entry->key_len : 0) + (entry->value_len > 0 ? (size_t)entry->value_len : 0) +
+           entry->headers_len;
+}
+
+void store_drop(store *s)
+{
+    store_entry *entry = first_entry(s);
+    if (entry->is_large) {
+        ErlNifBinary bin = large_value(entry);
+        enif_release_binary(&bin);
+    }
+    s->bytes -= payload_bytes(entry);
+    drop_entry(s, entry);
+}
+
 static ERL_NIF_TERM take_bytes(ErlNifEnv *env, const unsigned char **at, int32_t len)
 {
     if (len == NO_LENGTH) return atoms.nil;
@@ -181,8 +200,7 @@ ERL_NIF_TERM store_take(store *s, ErlNifEnv *env, size_t *bytes)
     ERL_NIF_TERM term = enif_make_tuple8(
         env, enif_make_int64(env, entry->offset), enif_make_int64(env, entry->timestamp_ms), key, value, headers,
         enif_make_int(env, entry->kmq.attempt), enif_make_int(env, entry->kmq.deliveries), id);
-    size_t size = (entry->key_len > 0 ? (size_t)entry->key_len : 0) +
-                  (entry->value_len > 0 ? (size_t)entry->value_len : 0) + entry->headers_len;
+    size_t size = payload_bytes(entry);
     s->bytes -= size;
     *bytes += size;
     drop_entry(s, entry);

@@ -32,6 +32,7 @@ typedef struct store_kmq {
     int32_t attempt;    /* failures so far + 1 */
     int32_t deliveries; /* hand-outs so far + 1 */
     int32_t id_header;  /* index of kmq-origin in headers, -1 = none */
+    int64_t expires_ms; /* epoch ms, INT64_MAX = never */
 } store_kmq;
 
 void store_init(store *store);
@@ -41,6 +42,10 @@ bool store_push(store *store, const kafka_record *record, const kafka_header *he
                 const store_kmq *kmq);
 /* Offset of the first entry; only when count > 0. */
 int64_t store_first(const store *store);
+/* When it expires. */
+int64_t store_first_expires(const store *store);
+/* Takes it out unseen. */
+void store_drop(store *store);
 /* Takes the first entry out as the term {Offset, Ts, Key, Value, Headers, Attempt, Deliveries, Id | nil}. */
 ERL_NIF_TERM store_take(store *store, ErlNifEnv *env, size_t *bytes);
 

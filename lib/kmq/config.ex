@@ -23,7 +23,8 @@ defmodule Kmq.Config do
              :consumer_props,
              :producer_props,
              :tracker_props,
-             :admin_props
+             :admin_props,
+             :receipt_secret
            ]}
 
   @options Keyword.keys(Options.schema(:producer)) --

@@ -59,6 +59,8 @@ defmodule Kmq.Error do
     * `:closed` - the handle, consumer or publisher is closed
     * `:timeout` - not done in the time given; it may still be done later
     * `:queue_full` - the publisher's local queue had no room in the time given
+    * `:delay_too_long` - a message would be due later than its topic keeps it
+    * `:receipt` - a receipt is not one, or not signed with this secret
     * `:not_yet` - this version does not have it
     * `:tracker` - the tracker program does not run or refused; `:sandbox` - the same of the sandbox
     * `:kafka` - any other error of Kafka: see `:name` and `:code`

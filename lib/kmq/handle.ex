@@ -22,7 +22,7 @@ defmodule Kmq.Handle do
   @type t :: %__MODULE__{pid: pid, ref: reference}
   @type token :: {slot :: integer, offset :: integer}
   @type batch :: {slot :: integer, topic :: binary, partition :: integer, [tuple]}
-  @type refusal :: {integer, integer, :late | :unknown | :closed | :enomem}
+  @type refusal :: {integer, integer, :late | :unknown | :closed | :enomem | :full}
 
   @admin_timeout 10_000
   @retry_causes %{failed: {0, 1}, released: {2, 0}, snoozed: {3, 0}, rejected: {4, 3}}
@@ -124,6 +124,15 @@ defmodule Kmq.Handle do
     {code, flags} = Map.fetch!(@retry_causes, cause)
     refused(:kmq_nif.consumer_retry(ref, tokens, code, flags, clip(text)), tokens)
   end
+
+  @doc "What is in work may be so for so many ms from now on."
+  @spec extend(t, [{integer, integer, non_neg_integer}]) :: :ok | {:error, [refusal]}
+  def extend(%__MODULE__{pid: pid} = handle, tokens) when node(pid) != node() do
+    remote(handle, {:extend, tokens}, tokens)
+  end
+
+  def extend(%__MODULE__{ref: ref}, tokens),
+    do: refused(:kmq_nif.consumer_extend(ref, tokens), tokens)
 
   # The native side holds at most 512 bytes; cut between characters.
   defp clip(nil), do: ""
@@ -272,6 +281,9 @@ defmodule Kmq.Handle do
       max_poll_ms: max_poll,
       store_bytes: 32 * 1024 * 1024,
       count_header: config.count_header,
+      ttl_ms: config.ttl || 0,
+      on_expired: config.on_expired || :reject,
+      filter: config.filter || [],
       instance: :rand.uniform(0x7FFF_FFFF_FFFF)
     }
   end
@@ -294,6 +306,10 @@ defmodule Kmq.Handle do
 
   def handle_call({:retry, tokens, cause, text}, _from, state) do
     {:reply, retry(handle(state), tokens, cause, text), state}
+  end
+
+  def handle_call({:extend, tokens}, _from, state) do
+    {:reply, extend(handle(state), tokens), state}
   end
 
   def handle_call(:flush, from, state) do

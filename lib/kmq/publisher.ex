@@ -112,7 +112,8 @@ defmodule Kmq.Publisher do
 
     local(publisher, :publish_many, [messages, options], fn pid ->
       with {:ok, info} <- lookup(pid),
-           :ok <- known_topics(pid, info, groups) do
+           :ok <- known_topics(pid, info, groups),
+           :ok <- delays_fit(pid, info, messages) do
         start = System.monotonic_time()
         timeout = options[:timeout] || message_timeout(messages) || info.delivery_timeout
         results = send_all(pid, info, groups, timeout)
@@ -140,7 +141,8 @@ defmodule Kmq.Publisher do
 
     local(publisher, :publish_many_async, [messages, options], fn pid ->
       with {:ok, info} <- lookup(pid),
-           :ok <- known_topics(pid, info, groups) do
+           :ok <- known_topics(pid, info, groups),
+           :ok <- delays_fit(pid, info, messages) do
         timeout = options[:timeout] || message_timeout(messages) || info.delivery_timeout
 
         Enum.reduce_while(groups, :ok, fn {topic, indexed}, :ok ->
@@ -240,9 +242,84 @@ defmodule Kmq.Publisher do
       options ->
         options = Options.validate!(options, :publish)
 
-        {options[:partition] || -1, options[:key], value, options[:headers],
+        {options[:partition] || -1, options[:key], value, kmq_headers(options),
          options[:timestamp] || 0}
     end
+  end
+
+  # What consumers, trackers and filters read. They stand first: the first of a name counts.
+  defp kmq_headers(options) do
+    now = System.os_time(:millisecond)
+    due = due(options, now)
+
+    [
+      {"kmq-tags", options[:tags] && Enum.join(options[:tags], ",")},
+      {"kmq-routing-key", options[:routing_key]},
+      {"kmq-due", due && to_string(due)},
+      {"kmq-expires", options[:ttl] && to_string((due || now) + options[:ttl])}
+    ]
+    |> Enum.reject(fn {_name, value} -> value in [nil, ""] end)
+    |> Kernel.++(options[:headers])
+  end
+
+  # Now or earlier is no delay.
+  defp due(options, now) do
+    due =
+      cond do
+        options[:delay] && options[:at] ->
+          raise ArgumentError, "one of :delay and :at says when, not both"
+
+        delay = options[:delay] ->
+          now + delay
+
+        at = options[:at] ->
+          DateTime.to_unix(at, :millisecond)
+
+        true ->
+          now
+      end
+
+    if due > now, do: due
+  end
+
+  # A message that is due later than its topic keeps it would be lost: it is refused here, where somebody can do something.
+  defp delays_fit(pid, info, messages) do
+    now = System.os_time(:millisecond)
+
+    longest =
+      for {topic, _value, options} <- messages,
+          due = due(options, now),
+          reduce: %{} do
+        longest -> Map.update(longest, topic, due - now, &max(&1, due - now))
+      end
+
+    Enum.reduce_while(longest, :ok, fn {topic, delay}, :ok ->
+      case retention(pid, info, topic) do
+        {:ok, kept} when is_integer(kept) and delay >= kept ->
+          {:halt, {:error, too_long(topic, delay, kept)}}
+
+        {:ok, _kept} ->
+          {:cont, :ok}
+
+        error ->
+          {:halt, error}
+      end
+    end)
+  end
+
+  defp retention(pid, info, topic) do
+    case :ets.lookup(info.topics, {:retention, topic}) do
+      [{_, kept}] -> {:ok, kept}
+      [] -> call(pid, {:retention, topic}, @topic_check_ms + @report_margin_ms)
+    end
+  end
+
+  defp too_long(topic, delay, kept) do
+    Error.new(
+      :delay_too_long,
+      "a delay of #{delay} ms is longer than #{inspect(topic)} keeps its records (retention.ms=#{kept}): the message would be gone before " <>
+        "it is due"
+    )
   end
 
   defp group(pairs) do
@@ -426,6 +503,10 @@ defmodule Kmq.Publisher do
     {:reply, check_topic(topic, state), state}
   end
 
+  def handle_call({:retention, topic}, _from, state) do
+    {:reply, ask_retention(topic, state), state}
+  end
+
   def handle_call({:async, topic, entries, deadline}, from, state) do
     {:noreply,
      send_queued(%{state | queue: :queue.in({from, deadline, topic, entries, 0}, state.queue)})}
@@ -519,6 +600,15 @@ defmodule Kmq.Publisher do
 
       problem ->
         {:error, Error.new(:invalid_option, "topic #{inspect(topic)} #{problem}")}
+    end
+  end
+
+  # Asked once for each topic that gets delayed messages; who changes it starts another publisher.
+  defp ask_retention(topic, state) do
+    with {:ok, kept} <-
+           Topics.retention(topic, state.bootstrap, state.admin_props.(), @topic_check_ms) do
+      :ets.insert(state.topics, {{:retention, topic}, kept})
+      {:ok, kept}
     end
   end
 

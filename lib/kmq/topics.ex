@@ -109,6 +109,20 @@ defmodule Kmq.Topics do
   end
 
   @doc false
+  # How long a topic keeps its records, in ms; nil: for ever, or nobody says (a sandbox, access control).
+  @spec retention(String.t(), String.t(), Config.props(), pos_integer) ::
+          {:ok, non_neg_integer | nil} | {:error, Error.t()}
+  def retention(topic, bootstrap, props, timeout_ms) do
+    with_admin(props, bootstrap, timeout_ms, fn admin, deadline ->
+      with {:ok, kind} <- cluster(admin, %{bootstrap: bootstrap}, deadline),
+           {:ok, settings} <- settings(%{admin: admin, deadline: deadline, kind: kind}, topic) do
+        kept = integer(settings["retention.ms"])
+        {:ok, if(kept && kept >= 0 && not compacted?(settings), do: kept)}
+      end
+    end)
+  end
+
+  @doc false
   # All that must be true before a consumer or tracker of this configuration starts: within 15 s, or an error.
   @spec prepare(Config.t()) :: {:ok, partitions} | {:error, Error.t()}
   def prepare(%Config{} = config) do

@@ -29,7 +29,7 @@ typedef struct model {
     bool retired;
     int64_t position, covered, max, last_limit;
     int64_t
-        latest; /* the latest `now` a limit was looked at with: what has passed stays passed when a clock goes back */
+        latest;  /* the latest `now` a limit was looked at with: what has passed stays passed when a clock goes back */
     int64_t now; /* of the call: limits of their own are looked at with that */
     kmq_ledger_counts counts;
     size_t n;
@@ -61,7 +61,8 @@ static int64_t model_limit(model *m, int64_t now)
 
 static void compare(const kmq_ledger *ledger, const model *m)
 {
-    int64_t ready = 0, waiting = 0, parking = 0, open = 0, ends = 0, oldest = -1, next_timeout = INT64_MAX, floor = INT64_MAX;
+    int64_t ready = 0, waiting = 0, parking = 0, open = 0, ends = 0, oldest = -1, next_timeout = INT64_MAX,
+            floor = INT64_MAX;
     bool all_ready = true;
     for (size_t i = 0; i < m->n; i++) {
         const item *it = &m->items[i];
@@ -233,10 +234,10 @@ static void make_fetch(kmq_rng *rng, const model *m, op *o)
 
 static op make_op(kmq_rng *rng, const model *m, const kmq_ledger *ledger, int64_t now)
 {
-    static const op_kind kinds[] = {FETCH,        FETCH,    SKIP,       TAKE_START, TAKE_START,  STARTED,     STARTED,
-                                    START_FAILED, HAND_OUT, HAND_OUT,   SETTLE,     SETTLE_MANY, SETTLE_MANY, RETRY,
-                                    TAKE_END,     TAKE_END, END_FAILED, TIMEOUTS,   COVER,       PARK,        PARK,        PARKED,
-                                    EXTEND,       EXTEND};
+    static const op_kind kinds[] = {FETCH,       FETCH,        SKIP,     TAKE_START, TAKE_START, STARTED,
+                                    STARTED,     START_FAILED, HAND_OUT, HAND_OUT,   SETTLE,     SETTLE_MANY,
+                                    SETTLE_MANY, RETRY,        TAKE_END, TAKE_END,   END_FAILED, TIMEOUTS,
+                                    COVER,       PARK,         PARK,     PARKED,     EXTEND,     EXTEND};
     op o = {.kind = kinds[kmq_rng_below(rng, sizeof kinds / sizeof *kinds)], .now = now};
     item_state like = kmq_rng_chance(rng, 4) ? LATE : OPEN;
     o.cause = kmq_rng_chance(rng, 3) ? (kmq_end_cause)kmq_rng_below(rng, KMQ_END_CAUSES) : KMQ_END_ACK;
@@ -257,7 +258,8 @@ static op make_op(kmq_rng *rng, const model *m, const kmq_ledger *ledger, int64_
         o.hi = (int64_t)kmq_rng_below(rng, (uint64_t)kmq_ledger_ready(ledger) + 1);
         if (kmq_rng_chance(rng, 50)) o.hi = kmq_ledger_ready(ledger) + 1;
         break;
-    case EXTEND: o.hi = kmq_rng_chance(rng, 20) ? INT64_MAX : now + (int64_t)kmq_rng_below(rng, 400) - 20; /* fallthrough */
+    case EXTEND:
+        o.hi = kmq_rng_chance(rng, 20) ? INT64_MAX : now + (int64_t)kmq_rng_below(rng, 400) - 20; /* fallthrough */
     case SETTLE:
     case RETRY: o.lo = some_offset(rng, m, like); break;
     case SETTLE_MANY:

@@ -95,7 +95,8 @@ static void test_full(void **state)
     print_message("%d limits: %zu B\n", KMQ_LIMITS_MAX, count.bytes);
     assert_true(count.bytes < 80 * (size_t)KMQ_LIMITS_MAX);
     kmq_range run;
-    assert_true(kmq_limits_next_due(&limits, 0, INT64_MAX, &run)); /* 3 alone is due: INT64_MAX never is, and is not asked for */
+    assert_true(kmq_limits_next_due(&limits, 0, INT64_MAX,
+                                    &run)); /* 3 alone is due: INT64_MAX never is, and is not asked for */
     kmq_limits_check(&limits);
     for (int64_t o = 0; o < KMQ_LIMITS_MAX; o++) assert_true(kmq_limits_remove(&limits, o * 3));
     assert_int_equal(kmq_limits_first(&limits), INT64_MAX);

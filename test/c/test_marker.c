@@ -190,6 +190,8 @@ static void test_kmq_headers(void **state)
         {NULL, "failed", "4", KMQ_MARKER_MALFORMED, KMQ_MARKER_CLOCK, 0, 0},
         {NULL, "failed", "", KMQ_MARKER_MALFORMED, KMQ_MARKER_CLOCK, 0, 0},
         {NULL, "extended", NULL, KMQ_MARKER_OURS, KMQ_MARKER_EXTEND, 0, 0},
+        {NULL, "expired", NULL, KMQ_MARKER_OURS, KMQ_MARKER_RETRY, KMQ_RETRY_EXPIRED, KMQ_FLAG_DLQ},
+        {NULL, "parked", NULL, KMQ_MARKER_MALFORMED, KMQ_MARKER_CLOCK, 0, 0}, /* until when? */
         {NULL, "crash", NULL, KMQ_MARKER_OURS, KMQ_MARKER_START, 0, 0},
         {NULL, "whatever", NULL, KMQ_MARKER_MALFORMED, KMQ_MARKER_CLOCK, 0, 0},
         {NULL, "", NULL, KMQ_MARKER_MALFORMED, KMQ_MARKER_CLOCK, 0, 0},
@@ -217,6 +219,22 @@ static void test_kmq_headers(void **state)
         assert_int_equal(marker.cause, cases[i].retry_cause);
         assert_int_equal(marker.flags, cases[i].retry_flags);
         assert_int_equal(marker.tlv.text_len, 511);
+    }
+    static const struct {
+        const char *due;
+        int64_t due_ms;
+    } parks[] = {{"1767225600000", INT64_C(1767225600000)},
+                 {"0", 0},
+                 {"99999999999999999999", INT64_MAX},
+                 {"", -1},
+                 {"-1", -1},
+                 {"1e3", -1}};
+    for (size_t i = 0; i < sizeof parks / sizeof parks[0]; i++) {
+        kmq_marker_header headers[] = {{"kmq-cause", "parked", 6}, {"kmq-due", parks[i].due, strlen(parks[i].due)}};
+        bool good = parks[i].due_ms >= 0;
+        assert_int_equal(kmq_marker_decode(&scope, 7, key, 12, value, 9, headers, 2, &marker),
+                         good ? KMQ_MARKER_OURS : KMQ_MARKER_MALFORMED);
+        if (good) assert_true(marker.type == KMQ_MARKER_PARK && marker.time_ms == parks[i].due_ms);
     }
     kmq_marker_header group = {"kmq-group", "others", 6};
     (void)kmq_marker_encode_kmq_end(value);
@@ -275,6 +293,7 @@ static const vector vectors[] = {
      KMQ_FLAG_COUNTS,
      {.text = "boom", .text_len = 4}},
     {"RETRY rejected", KMQ_MARKER_RETRY, {{1004, 1005}}, 1, 0, KMQ_RETRY_REJECTED, KMQ_FLAG_COUNTS | KMQ_FLAG_DLQ, {0}},
+    {"RETRY expired", KMQ_MARKER_RETRY, {{1004, 1005}}, 1, 0, KMQ_RETRY_EXPIRED, KMQ_FLAG_DLQ, {0}},
     {"PARK", KMQ_MARKER_PARK, {{1005, 1006}}, 1, INT64_C(1767225600000), 0, 0, {0}},
     {"START with a key hash",
      KMQ_MARKER_START,
@@ -472,7 +491,7 @@ static void test_range_odd(void **state)
         {H("02") "0a 00 01 00 05 06", KMQ_MARKER_MALFORMED},
         {H("02") "0a 00 01 00 05", KMQ_MARKER_MALFORMED},
         {H("04") "0a 00 01 00 05 00 04 03", KMQ_MARKER_OURS},
-        {H("04") "0a 00 01 00 05 00 05 03", KMQ_MARKER_MALFORMED},
+        {H("04") "0a 00 01 00 05 00 06 03", KMQ_MARKER_MALFORMED},
         {H("04") "0a 00 01 00 05 00 04 04", KMQ_MARKER_MALFORMED},
         /* TLVs: unknown ones are skipped, broken ones not */
         {H("07") "32 02 aabb", KMQ_MARKER_OURS},
@@ -490,7 +509,7 @@ static void test_range_odd(void **state)
         {H("06") "0a 01 01 00", KMQ_MARKER_MALFORMED},
         {H("06") "0a 00 01 01", KMQ_MARKER_MALFORMED},
         {H("06") "0a 00 01 01 0a 00 01 00 05 0a ff 01", KMQ_MARKER_OURS},
-        {H("06") "0a 00 01 01 0a 00 01 00 05 0a 05 01", KMQ_MARKER_MALFORMED},
+        {H("06") "0a 00 01 01 0a 00 01 00 05 0a 06 01", KMQ_MARKER_MALFORMED},
         {H("06") "0a 00 01 01 0a 00 01 00 05 0a 04 08", KMQ_MARKER_MALFORMED},
         {H("06") "0a 00 01 ffffffffffffffffff01 0a 00 01 00 05 0a 04 01", KMQ_MARKER_MALFORMED},
     };
@@ -717,8 +736,9 @@ static void test_count(void **state)
 static void test_causes(void **state)
 {
     (void)state;
-    static const uint8_t causes[] = {KMQ_RETRY_FAILED,   KMQ_RETRY_TIMEOUT, KMQ_RETRY_RELEASED, KMQ_RETRY_SNOOZED,
-                                     KMQ_RETRY_REJECTED, KMQ_RETRY_CRASH,   KMQ_CAUSE_EXTENDED};
+    static const uint8_t causes[] = {KMQ_RETRY_FAILED,  KMQ_RETRY_TIMEOUT,  KMQ_RETRY_RELEASED,
+                                     KMQ_RETRY_SNOOZED, KMQ_RETRY_REJECTED, KMQ_RETRY_EXPIRED,
+                                     KMQ_RETRY_CRASH,   KMQ_CAUSE_EXTENDED, KMQ_CAUSE_PARKED};
     for (size_t i = 0; i < sizeof causes; i++) {
         const char *name = kmq_retry_cause_name(causes[i]);
         assert_int_equal(kmq_retry_cause_parse(name, strlen(name)), causes[i]);

@@ -41,8 +41,80 @@ defmodule Kmq.Options.Types do
     end
   end
 
-  @spec not_yet(term) :: result
-  def not_yet(_value), do: {:error, "it is not there yet in this version"}
+  @spec secret(term) :: result
+  def secret(value) when is_binary(value) and byte_size(value) >= 16, do: {:ok, value}
+  def secret(_never_shown), do: {:error, "expected a binary of at least 16 bytes"}
+
+  @spec datetime(term) :: result
+  def datetime(%DateTime{} = value), do: {:ok, value}
+  def datetime(value), do: {:error, "expected a DateTime, got: #{inspect(value)}"}
+
+  @spec tags(term) :: result
+  def tags(value) do
+    if is_list(value) and Enum.all?(value, &tag?/1),
+      do: {:ok, value},
+      else: {:error, "expected a list of strings without commas, got: #{inspect(value)}"}
+  end
+
+  defp tag?(value), do: is_binary(value) and value != "" and not String.contains?(value, ",")
+
+  # What the native filter takes: words of all patterns and one state more for each.
+  @filter_states 512
+
+  @doc "Normal form: `[{:tag, tag} | {:header, name, value} | {:routing, pattern}]`."
+  @spec filter(term) :: result
+  def filter(value) do
+    cond do
+      not Keyword.keyword?(value) ->
+        {:error, "expected a keyword list, got: #{inspect(value)}"}
+
+      bad = Enum.find(Keyword.keys(value), &(&1 not in [:tags, :headers, :routing])) ->
+        {:error, "unknown clause #{inspect(bad)}, expected :tags, :headers or :routing"}
+
+      true ->
+        with {:ok, tags} <- tags(value[:tags] || []),
+             {:ok, headers} <- filter_headers(value[:headers] || []),
+             {:ok, patterns} <- patterns(value[:routing] || []) do
+          {:ok,
+           Enum.map(tags, &{:tag, &1}) ++
+             Enum.map(headers, fn {name, value} -> {:header, name, value} end) ++
+             Enum.map(patterns, &{:routing, &1})}
+        end
+    end
+  end
+
+  defp filter_headers(value) do
+    with {:ok, headers} <- headers(value) do
+      if Enum.all?(headers, fn {_name, value} -> is_binary(value) end),
+        do: {:ok, headers},
+        else: {:error, "expected a value for each of :headers, got: #{inspect(headers)}"}
+    end
+  end
+
+  defp patterns(value) do
+    cond do
+      not (is_list(value) and Enum.all?(value, &is_binary/1)) ->
+        {:error, "expected a list of strings for :routing, got: #{inspect(value)}"}
+
+      bad = Enum.find(value, &bad_pattern?/1) ->
+        {:error, "#{inspect(bad)}: * and # stand for whole words between dots"}
+
+      states(value) > @filter_states ->
+        {:error, "patterns of #{states(value)} words, at most #{@filter_states} fit"}
+
+      true ->
+        {:ok, value}
+    end
+  end
+
+  defp words(pattern), do: String.split(pattern, ".")
+  defp states(patterns), do: Enum.sum(Enum.map(patterns, &(length(words(&1)) + 1)))
+
+  defp bad_pattern?(pattern) do
+    pattern
+    |> words()
+    |> Enum.any?(&(&1 not in ["*", "#"] and String.contains?(&1, ["*", "#"])))
+  end
 
   @spec headers(term) :: result
   def headers(value) do
@@ -69,7 +141,12 @@ defmodule Kmq.Options.Types do
 
   @doc "What becomes of a message: an action, its backoff in normal form."
   @spec disposition(term) :: result
-  def disposition(value) when value in [:ack, :retry, :reject, :discard, :noop], do: {:ok, value}
+  def disposition(value)
+      when value in [:ack, :retry, :release, :reject, :discard, :noop, :manual],
+      do: {:ok, value}
+
+  def disposition({:snooze, delay}) when is_integer(delay) and delay >= 0,
+    do: {:ok, {:snooze, delay}}
 
   def disposition({:retry, delay}) when is_integer(delay) and delay >= 0,
     do: {:ok, {:retry, delay}}
@@ -80,14 +157,9 @@ defmodule Kmq.Options.Types do
     with {:ok, backoff} <- Kmq.Backoff.parse(backoff), do: {:ok, {:retry, backoff}}
   end
 
-  def disposition(value) when value in [:release, :snooze],
-    do: {:error, "#{inspect(value)} is not there yet"}
-
-  def disposition({:snooze, _delay} = value), do: {:error, "#{inspect(value)} is not there yet"}
-
   def disposition(value) do
     {:error,
-     "expected :ack, :retry, {:retry, delay_ms | backoff}, :reject, :discard or :noop, got: #{inspect(value)}"}
+     "expected :ack, :retry, {:retry, delay_ms | backoff}, :release, {:snooze, delay_ms}, :reject, :discard, :noop or :manual, got: #{inspect(value)}"}
   end
 
   # ---- topics

@@ -97,6 +97,8 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   defp reason({:failed, {:retry, delay} = tag}), do: tagged(tag, {:retry, delay}, nil)
   defp reason({:failed, {:retry, delay, reason}}), do: tagged(reason, {:retry, delay}, reason)
+  defp reason({:failed, :release}), do: {:tagged, :release, nil}
+  defp reason({:failed, {:snooze, delay} = tag}), do: tagged(tag, {:snooze, delay}, nil)
   defp reason({:failed, {:reject, reason}}), do: {:tagged, :reject, reason}
   defp reason({:failed, {:discard, reason}}), do: {:tagged, :discard, reason}
   defp reason({:failed, %Reject{} = reject}), do: {:tagged, :reject, reject}
@@ -120,9 +122,11 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   defp plan({slot, offset, attempt, disposition, reason}, plan, {_, _, backoff}) do
     case disposition do
-      :noop -> plan
+      later when later in [:noop, :manual] -> plan
       :ack -> add(plan, :ack, {slot, offset})
       :discard -> add(plan, :discard, {slot, offset})
+      :release -> add(plan, {:released, nil}, {slot, offset, 0})
+      {:snooze, delay} -> add(plan, {:snoozed, nil}, {slot, offset, delay})
       :reject -> add(plan, {:rejected, text(reason)}, {slot, offset, 0})
       :retry -> retry(plan, slot, offset, attempt, backoff, backoff, reason)
       {:retry, delay} -> retry(plan, slot, offset, attempt, delay, backoff, reason)
@@ -147,12 +151,14 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   defp add(plan, action, entry), do: Map.update(plan, action, [entry], &[entry | &1])
 
+  @actions %{failed: :retry, released: :release, snoozed: :snooze, rejected: :reject}
+
   defp settle(handle, action, entries) when action in [:ack, :discard] do
     report(Handle.settle(handle, action, entries), handle, action, entries)
   end
 
   defp settle(handle, {cause, text}, entries) do
-    action = if cause == :rejected, do: :reject, else: :retry
+    action = Map.fetch!(@actions, cause)
     report(Handle.retry(handle, entries, cause, text), handle, action, entries)
   end
 

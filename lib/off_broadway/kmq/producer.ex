@@ -43,14 +43,17 @@ defmodule OffBroadway.Kmq.Producer do
   | `:ack` | done |
   | `:retry` | delivered again after the `:backoff`; to the dead letter topic once it has failed 1 + `:max_redeliveries` times |
   | `{:retry, delay}` | the same with ms, a backoff of its own, or a function of attempt and reason that gives ms |
+  | `:release` | given back untouched, at no attempt: delivered again soon |
+  | `{:snooze, delay}` | not ready yet, at no attempt: delivered again after so many ms |
   | `:reject` | to the dead letter topic now |
   | `:discard` | dropped, without a dead letter |
   | `:noop` | nothing: it counts as failed when `:max_processing_time` is over |
+  | `:manual` | the same; for `on_success`, where a receipt (`Kmq.receipt/1`) settles it later |
 
   A handler can say so for one message:
 
     * by the reason of the failure: `Broadway.Message.failed(message, {:retry, 5_000})`, `{:retry, 5_000, reason}`,
-      `{:reject, reason}`, `{:discard, reason}`, or `raise Kmq.Reject, "reason"`
+      `{:snooze, 5_000}`, `:release`, `{:reject, reason}`, `{:discard, reason}`, or `raise Kmq.Reject, "reason"`
     * beforehand: `Broadway.Message.configure_ack(message, on_failure: :reject)`
 
   The reason goes first, then what was configured for the message, then the producer's option. The reason's text is kept
