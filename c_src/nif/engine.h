@@ -105,6 +105,7 @@ typedef struct mark {
     struct mark *prev, *next; /* what is in flight, oldest first */
     part *part;
     uint64_t seq;
+    uint64_t handed_before; /* START: engine.handed_total when it was sent */
     int64_t time_ms;
     uint32_t left; /* records not reported yet */
     bool failed;
@@ -133,6 +134,9 @@ struct engine {
     part **slots;                           /* by slot number; NULL = gone */
     int32_t n_slots, cap_slots, first_slot; /* all below first_slot are gone */
     ErlNifRWLock *slots_lock;
+    /* Hand-outs between a START and its report: what must be STARTed ahead, beside start_ahead, so that a long round trip starves nobody. */
+    uint64_t handed_total, handed_per_trip;
+    int64_t handed_at;
     part **active; /* what is assigned, in round-robin order */
     size_t n_active, cursor;
     size_t n_retired;

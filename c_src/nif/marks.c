@@ -13,6 +13,7 @@ static bool is_start(uint8_t type);
 static void link_mark(engine *e, mark *m)
 {
     m->seq = ++e->seq;
+    m->handed_before = e->handed_total;
     m->prev = e->newest;
     m->next = NULL;
     if (e->newest)
@@ -140,6 +141,9 @@ static void finish(engine *e, mark *m, int64_t now)
         if (p->state == PART_ACTIVE && kmq_ledger_started(&p->ledger, m->ranges[0].lo, m->ranges[m->n_ranges - 1].hi))
             p->lame = true;
         enif_mutex_unlock(p->lock);
+        uint64_t handed = e->handed_total - m->handed_before;
+        e->handed_per_trip -= e->handed_per_trip / 8;
+        if (e->handed_per_trip < handed) e->handed_per_trip = handed;
         (void)KMQ_FAILPOINT("start_handout");
         engine_wake_borrower(e);
     } else if (m->type == KMQ_MARKER_PARK) {

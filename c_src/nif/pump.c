@@ -10,6 +10,8 @@ enum {
     POP = 256,         /* records popped and freed together */
     QUANTUM = 1024,    /* of one partition in a row: a START of 1,000 costs what one of 10 costs */
     HAND_OUT = 64,     /* messages between two looks at the clock */
+    AHEAD_MAX = 65536, /* messages STARTed beside start_ahead, at most */
+    AHEAD_FRESH_MS = 200,
     SLICE_US = 700,    /* a normal scheduler is not held longer than about this */
     MAX_HEADERS = 1024 /* looked at without allocation; more are allocated */
 };
@@ -254,6 +256,13 @@ static void stored(const engine *e, int64_t *count, size_t *bytes)
     }
 }
 
+/* Twice what is handed out in a START's round trip, while hand-outs go on: as fast as the caller takes, up to AHEAD_MAX. */
+static int64_t ahead(const engine *e, int64_t now)
+{
+    if (!e->config.markers || now - e->handed_at > AHEAD_FRESH_MS) return 0;
+    return e->handed_per_trip < AHEAD_MAX / 2 ? (int64_t)(2 * e->handed_per_trip) : AHEAD_MAX;
+}
+
 static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
 {
     if (atomic_exchange(&e->records_woken, false))
@@ -261,7 +270,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
     int64_t count;
     size_t idle = 0, bytes;
     stored(e, &count, &bytes);
-    int64_t room = e->config.start_ahead + want - count;
+    int64_t room = e->config.start_ahead + want + ahead(e, now) - count;
     bool skipped = false;
     while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start)) {
         part *p = e->active[e->cursor % e->n_active];
@@ -391,7 +400,11 @@ static ERL_NIF_TERM hand_out(engine *e, ErlNifEnv *env, int64_t max, int64_t now
         batches = enif_make_list_cell(env, batch, batches);
     }
     *got_out = got;
-    if (got) engine_want_commit(e, now);
+    if (got) {
+        e->handed_total += (uint64_t)got;
+        e->handed_at = now;
+        engine_want_commit(e, now);
+    }
     if (e->commit_due <= now) engine_send_commit(e, now);
     return batches;
 }
