@@ -175,16 +175,21 @@ static bool set_flag(const char *bytes, int *at, bool *field)
     return *field || strcmp(name, "false") == 0;
 }
 
-const char *tracker_config_decode(const tracker_command *command, tracker_config *config)
+void tracker_config_defaults(tracker_config *config)
 {
-    const char *bytes = command->args, *wrong = "args";
-    int at = command->at, pairs;
     *config = (tracker_config){.max_redeliveries = 3,
                                .rate = 10000,
                                .checkpoint_records = 20000,
                                .checkpoint_pause_ms = 5000,
                                .checkpoint_age_ms = 300000,
                                .trim_records = 10000};
+}
+
+const char *tracker_config_decode(const tracker_command *command, tracker_config *config)
+{
+    const char *bytes = command->args, *wrong = "args";
+    int at = command->at, pairs;
+    tracker_config_defaults(config);
     if (ei_decode_map_header(bytes, &at, &pairs)) return wrong;
     for (int i = 0; i < pairs; i++) {
         char key[NAME_MAX_BYTES];

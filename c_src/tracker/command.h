@@ -33,6 +33,7 @@ typedef struct tracker_config {
     size_t n_queues;
 } tracker_config;
 
+void tracker_config_defaults(tracker_config *config);
 void tracker_config_free(tracker_config *config);
 
 typedef enum tracker_verb { TRACKER_CONFIGURE, TRACKER_INFO, TRACKER_PING, TRACKER_STOP, TRACKER_UNKNOWN } tracker_verb;

@@ -59,6 +59,10 @@ int64_t tracker_now_ms(void)
 
 void tracker_event_send(tracker *t)
 {
+    if (t->daemon) {
+        tracker_daemon_event(t->daemon, t->scratch.buff, (size_t)t->scratch.index);
+        return;
+    }
     /* Events are dropped when nobody reads them; replies are not: input is not read meanwhile. */
     frame_out_put(&t->out, t->scratch.buff, (size_t)t->scratch.index);
 }
@@ -356,17 +360,9 @@ static void check_start(tracker *t)
     helper_give(&t->asks, &check->job);
 }
 
-static void configure(tracker *t, const tracker_command *command)
+/* t->config is there. */
+static void begin(tracker *t)
 {
-    if (t->mode != MODE_IDLE) {
-        reply_error(t, command->id, "already_configured", NULL);
-        return;
-    }
-    const char *wrong = tracker_config_decode(command, &t->config);
-    if (wrong) {
-        reply_error(t, command->id, "badarg", wrong);
-        return;
-    }
     t->queues = tracker_alloc(t->config.n_queues * sizeof *t->queues);
     for (size_t i = 0; i < t->config.n_queues; i++) {
         tracker_queue *queue = &t->queues[i];
@@ -388,6 +384,20 @@ static void configure(tracker *t, const tracker_command *command)
     }
     t->mode = MODE_CHECKING;
     check_start(t);
+}
+
+static void configure(tracker *t, const tracker_command *command)
+{
+    if (t->mode != MODE_IDLE) {
+        reply_error(t, command->id, "already_configured", NULL);
+        return;
+    }
+    const char *wrong = tracker_config_decode(command, &t->config);
+    if (wrong) {
+        reply_error(t, command->id, "badarg", wrong);
+        return;
+    }
+    begin(t);
     reply_atom(t, command->id, "ok");
 }
 
@@ -675,6 +685,14 @@ static void drain_pipe(int fd)
     while (read(fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes) continue;
 }
 
+static void metrics(tracker *t)
+{
+    t->metrics_ms = t->now_ms + t->metrics_interval_ms;
+    if (!tracker_daemon_metrics(t->daemon))
+        tracker_alarm(t, &t->alarm_ms[ALARM_METRICS], "metrics_file", NULL, -1, "cannot be written: %s",
+                      strerror(errno));
+}
+
 static void turn(tracker *t)
 {
     consumer_events(t);
@@ -707,6 +725,7 @@ static void turn(tracker *t)
         t->tick_ms = t->now_ms + TRACKER_TICK_MS;
         if (t->mode == MODE_RUNNING) gauges(t);
     }
+    if (t->daemon && t->now_ms >= t->metrics_ms) metrics(t);
     mode_step(t);
 }
 
@@ -787,7 +806,8 @@ static void farewell(tracker *t)
     }
 }
 
-int tracker_run(int in_fd, int out_fd, int signal_fd)
+/* NULL: cannot start. */
+static tracker *open_loop(int in_fd, int out_fd, int signal_fd)
 {
     tracker *t = tracker_alloc(sizeof *t);
     frame_in_init(&t->in, in_fd, FRAME_MAX_BYTES);
@@ -799,8 +819,31 @@ int tracker_run(int in_fd, int out_fd, int signal_fd)
     if (ei_x_new(&t->scratch) || make_pipe(t->records_wake) || make_pipe(t->control_wake) ||
         make_pipe(t->producer_wake) || make_pipe(t->jobs_wake)) {
         fputs("kmq_tracker: cannot start\n", stderr);
-        return 2;
+        return NULL;
     }
+    return t;
+}
+
+static int serve(tracker *t)
+{
+    while (t->mode != MODE_ENDED) {
+        if (frame_out_flush(&t->out) != FRAME_OK) {
+            int fd = t->out.fd;
+            t->input_ended = true; /* nobody listens: as if stdin had ended */
+            frame_out_free(&t->out);
+            frame_out_init(&t->out, fd, 0);
+            stop(t);
+        }
+        wait_and_read(t);
+        if (t->mode != MODE_IDLE) turn(t);
+    }
+    return t->status;
+}
+
+int tracker_run(int in_fd, int out_fd, int signal_fd)
+{
+    tracker *t = open_loop(in_fd, out_fd, signal_fd);
+    if (!t) return 2;
     t->scratch.index = 0;
     ei_x_encode_version(&t->scratch);
     ei_x_encode_tuple_header(&t->scratch, 2);
@@ -809,16 +852,26 @@ int tracker_run(int in_fd, int out_fd, int signal_fd)
     tracker_put_atom(&t->scratch, "ready");
     tracker_put_int(&t->scratch, TRACKER_PROTOCOL);
     tracker_event_send(t);
-    while (t->mode != MODE_ENDED) {
-        if (frame_out_flush(&t->out) != FRAME_OK) {
-            t->input_ended = true; /* nobody listens: as if stdin had ended */
-            frame_out_free(&t->out);
-            frame_out_init(&t->out, out_fd, 0);
-            stop(t);
-        }
-        wait_and_read(t);
-        if (t->mode != MODE_IDLE) turn(t);
-    }
+    serve(t);
     farewell(t);
+    return t->status;
+}
+
+int tracker_run_daemon(tracker_settings *settings, int out_fd, int signal_fd)
+{
+    tracker *t = open_loop(-1, -1, signal_fd);
+    if (!t) return 2;
+    t->input_ended = true;
+    t->daemon = tracker_daemon_new(settings, out_fd);
+    if (!t->daemon) tracker_no_memory();
+    t->metrics_interval_ms = settings->metrics_interval_ms;
+    t->config = settings->config;
+    settings->config = (tracker_config){0};
+    begin(t);
+    serve(t);
+    tracker_daemon_metrics(t->daemon);
+    tracker_event_begin(&t->scratch, "stopped", 1);
+    tracker_pair_int(&t->scratch, "status", t->status);
+    tracker_event_send(t);
     return t->status;
 }

@@ -1,4 +1,5 @@
-/* kmq_tracker - the port program that redelivers. Speaks {packet, 4} frames on stdin and stdout (command.c has the grammar).
+/* kmq_tracker - the program that redelivers. As a port program it speaks {packet, 4} frames on stdin and stdout (command.c has the
+ * grammar); with --config FILE it is a daemon of its own (settings.h has the file, daemon.h what it says).
  *
  * Exit status: 0 orderly end (stop, end of stdin, SIGTERM); 1 a malformed frame; 2 cannot start or go on; 3 no memory.
  * SIGPIPE is ignored (EPIPE counts as the end of stdin). SIGALRM, set when the end begins, is the guard behind it. */
@@ -38,11 +39,21 @@ static void handle(int number, void (*handler)(int))
 
 int main(int argc, char **argv)
 {
-    if (argc > 1) {
-        fprintf(stderr, "usage: %s   (a port program: it is configured over stdin, in frames)\n", argv[0]);
+    static tracker_settings settings; /* outlives main's frame in threads */
+    bool daemon = argc == 3 && strcmp(argv[1], "--config") == 0;
+    if (argc > 1 && !daemon) {
+        fprintf(stderr,
+                "usage: %s                 a port program: configured over stdin, in frames\n"
+                "       %s --config FILE   a daemon of its own\n",
+                argv[0], argv[0]);
         return 2;
     }
-    int out = frame_private_stdout();
+    const char *wrong = daemon ? tracker_settings_read(argv[2], &settings) : NULL;
+    if (wrong) {
+        fprintf(stderr, "kmq_tracker: %s\n", wrong);
+        return 2;
+    }
+    int out = daemon ? STDOUT_FILENO : frame_private_stdout();
     if (out < 0 || pipe(signal_pipe) || ei_init()) {
         fprintf(stderr, "kmq_tracker: cannot start: %s\n", strerror(errno));
         return 2;
@@ -56,7 +67,8 @@ int main(int argc, char **argv)
     handle(SIGINT, on_end);
     handle(SIGHUP, on_end);
     handle(SIGALRM, on_alarm);
-    int status = tracker_run(STDIN_FILENO, out, signal_pipe[0]);
+    int status =
+        daemon ? tracker_run_daemon(&settings, out, signal_pipe[0]) : tracker_run(STDIN_FILENO, out, signal_pipe[0]);
     fflush(stderr);
     _exit(status); /* threads may be blocked in Kafka: nothing waits for them */
 }

@@ -34,6 +34,7 @@
 
 #include "command.h"
 #include "copy.h"
+#include "daemon.h"
 #include "frame.h"
 #include "helper.h"
 #include "kafka.h"
@@ -227,6 +228,7 @@ typedef enum tracker_alarm_kind {
     ALARM_ASSIGN,
     ALARM_READ,
     ALARM_ASK,
+    ALARM_METRICS,
     ALARM_KINDS
 } tracker_alarm_kind;
 
@@ -248,6 +250,9 @@ struct tracker {
     int records_wake[2], control_wake[2], producer_wake[2], jobs_wake[2]; /* [0] read, [1] written */
     bool input_ended;
     int status; /* to exit with */
+
+    tracker_daemon *daemon; /* NULL: events are frames for the owner */
+    int64_t metrics_ms, metrics_interval_ms;
 
     tracker_mode mode;
     int64_t now_ms, started_ms, woken_ms;
@@ -291,6 +296,8 @@ struct tracker {
 /* loop.c */
 /* Serves frames until the end. signal_fd: readable when a signal asks for the end. Returns the exit status. */
 int tracker_run(int in_fd, int out_fd, int signal_fd);
+/* The same without an owner. Takes settings->config. */
+int tracker_run_daemon(tracker_settings *settings, int out_fd, int signal_fd);
 _Noreturn void tracker_no_memory(void);
 void *tracker_alloc(size_t size); /* zeroed; never NULL */
 int64_t tracker_now_ms(void);

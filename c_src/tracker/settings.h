@@ -1,0 +1,32 @@
+/* settings - the configuration file of the daemon, and how it becomes a tracker_config.
+ *
+ *      # one "key = value" a line; a line that begins with # is a comment; blanks around both are dropped
+ *      group = shop
+ *      queue = orders                               again for each queue
+ *      queue.orders.markers = orders__shop__markers           where the names are not the default ones
+ *      kafka.bootstrap.servers = kafka1:9092,kafka2:9092      any property of librdkafka
+ *      kafka.sasl.password = env:KAFKA_PASSWORD               a value from the environment ...
+ *      kafka.ssl.key.password = file:/run/secrets/key         ... or from a file, without the newline at its end
+ *
+ * So secrets are never in argv, and need not be in this file. An unknown key, a key that comes twice and a value that does not fit are
+ * refused with the number of the line.
+ *
+ * Thread rule: pure but for the files and the environment it reads. */
+#ifndef TRACKER_SETTINGS_H
+#define TRACKER_SETTINGS_H
+
+#include "command.h"
+
+typedef struct tracker_settings {
+    tracker_config config; /* all strings owned */
+    bool json;             /* log lines as JSON, else as text */
+    char *metrics_file;    /* NULL = none */
+    int64_t metrics_interval_ms;
+    int64_t log_level; /* syslog's: of librdkafka's lines, the most talkative that is shown */
+} tracker_settings;
+
+/* Reads a whole file. NULL, or what is wrong, in words (static buffer); then nothing is left to be freed. */
+const char *tracker_settings_read(const char *path, tracker_settings *out);
+void tracker_settings_free(tracker_settings *settings);
+
+#endif
