@@ -26,7 +26,7 @@ defmodule Kmq do
   another node: through the consumer's handle), and says what it could not do.
   """
 
-  alias Kmq.{Backoff, Handle, Message}
+  alias Kmq.{Backoff, Handle, Message, Publisher, Receipt}
 
   @typedoc """
   Why a message was not settled. None of them is lost.
@@ -53,7 +53,7 @@ defmodule Kmq do
   @doc "It is done. It will not be delivered again."
   @spec ack(Message.t() | [Message.t()], [sync]) :: result
   def ack(messages, options \\ []) do
-    settle(messages, sync(options), &Handle.settle(&1, :ack, coordinates(&2)))
+    settle_all(messages, sync(options), &Handle.settle(&1, :ack, coordinates(&2)))
   end
 
   @doc """
@@ -72,7 +72,7 @@ defmodule Kmq do
     reason = options[:reason]
     delay = delay_option(options[:delay])
 
-    settle(messages, sync(Keyword.take(options, [:sync])), fn handle, of_handle ->
+    settle_all(messages, sync(Keyword.take(options, [:sync])), fn handle, of_handle ->
       entries =
         for message <- of_handle do
           wait = wait(delay || message.backoff, message.attempt, reason)
@@ -88,14 +88,14 @@ defmodule Kmq do
   """
   @spec release(Message.t() | [Message.t()], [sync]) :: result
   def release(messages, options \\ []) do
-    settle(messages, sync(options), &Handle.retry(&1, timed(&2, 0), :released))
+    settle_all(messages, sync(options), &Handle.retry(&1, timed(&2, 0), :released))
   end
 
   @doc "It is not ready yet: deliver it again in `delay_ms`. That is no attempt; its `deliveries` count."
   @spec snooze(Message.t() | [Message.t()], non_neg_integer, [sync]) :: result
   def snooze(messages, delay_ms, options \\ []) do
     delay_ms = ms!(delay_ms, "snooze")
-    settle(messages, sync(options), &Handle.retry(&1, timed(&2, delay_ms), :snoozed))
+    settle_all(messages, sync(options), &Handle.retry(&1, timed(&2, delay_ms), :snoozed))
   end
 
   @doc """
@@ -105,20 +105,75 @@ defmodule Kmq do
   @spec extend(Message.t() | [Message.t()], non_neg_integer, [sync]) :: result
   def extend(messages, ms, options \\ []) do
     ms = ms!(ms, "extend")
-    settle(messages, sync(options), &Handle.extend(&1, timed(&2, ms)))
+    settle_all(messages, sync(options), &Handle.extend(&1, timed(&2, ms)))
   end
 
   @doc "To the dead letter topic now, with `reason` in its `kmq-error` header."
   @spec reject(Message.t() | [Message.t()], term, [sync]) :: result
   def reject(messages, reason \\ nil, options \\ []) do
     text = reason && reason_text(reason)
-    settle(messages, sync(options), &Handle.retry(&1, timed(&2, 0), :rejected, text))
+    settle_all(messages, sync(options), &Handle.retry(&1, timed(&2, 0), :rejected, text))
   end
 
   @doc "Drop it: no other attempt and no dead letter."
   @spec discard(Message.t() | [Message.t()], [sync]) :: result
   def discard(messages, options \\ []) do
-    settle(messages, sync(options), &Handle.settle(&1, :discard, coordinates(&2)))
+    settle_all(messages, sync(options), &Handle.settle(&1, :discard, coordinates(&2)))
+  end
+
+  @doc """
+  Leave it to whoever has its receipt: this consumer forgets it, and may end. What is not settled by then comes again after
+  `:max_processing_time`, as a failed attempt. Take the receipt first.
+  """
+  @spec leave(Message.t() | [Message.t()], [sync]) :: result
+  def leave(messages, options \\ []) do
+    settle_all(messages, sync(options), &Handle.leave(&1, coordinates(&2)))
+  end
+
+  @doc """
+  A receipt: a short text, fit for URLs, by which any process of any VM can settle this message with `settle/3`.
+
+  Takes a `Kmq.Message` or, of a pipeline, a `Broadway.Message`. Where the consumer has a `:receipt_secret` it is signed. A
+  closed consumer gives none: `ArgumentError`.
+  """
+  @spec receipt(Message.t() | map) :: String.t()
+  def receipt(message) do
+    {handle, place} = Receipt.place(message)
+
+    case Handle.receipt_info(handle) do
+      nil -> raise ArgumentError, "the consumer of this message is closed"
+      info -> Receipt.encode(info, place)
+    end
+  end
+
+  @typedoc "What a receipt can say about its message; as the functions of the same names."
+  @type verdict ::
+          :ack
+          | :discard
+          | :release
+          | :retry
+          | :reject
+          | {:snooze, non_neg_integer}
+          | {:retry, non_neg_integer | Backoff.t()}
+          | {:reject, reason :: term}
+
+  @doc """
+  Settles the message of a receipt, through a `Kmq.Publisher` of the same cluster; no consumer is needed. `:ok` means that
+  Kafka has it.
+
+  The message may have come again meanwhile (its time was over, its consumer died): then this settles nothing, and nobody can
+  tell. `:retry` without a delay waits as the consumer's `:backoff` says.
+
+  `{:error, %Kmq.Error{reason: :receipt}}`: it is none, or not signed with the publisher's `:receipt_secret`.
+  """
+  @spec settle(GenServer.server(), String.t(), verdict) :: :ok | {:error, Kmq.Error.t()}
+  def settle(publisher, receipt, verdict) do
+    with {:ok, secret} <- Publisher.receipt_secret(publisher),
+         {:ok, receipt} <- Receipt.decode(receipt, secret) do
+      {topic, value, options} = Receipt.marker(receipt, verdict)
+
+      with {:ok, _place} <- Publisher.publish(publisher, topic, value, options), do: :ok
+    end
   end
 
   defp coordinates(messages), do: for(message <- messages, do: {message.slot, message.offset})
@@ -155,16 +210,16 @@ defmodule Kmq do
     end
   end
 
-  defp settle(%Message{} = message, sync, fun) do
+  defp settle_all(%Message{} = message, sync, fun) do
     case settle_of(message.handle, [message], sync, fun) do
       :ok -> :ok
       {:error, [{_message, reason} | _]} -> {:error, reason}
     end
   end
 
-  defp settle([], _sync, _fun), do: :ok
+  defp settle_all([], _sync, _fun), do: :ok
 
-  defp settle([%Message{handle: handle} | _] = messages, sync, fun) do
+  defp settle_all([%Message{handle: handle} | _] = messages, sync, fun) do
     if Enum.all?(messages, &(&1.handle == handle)) do
       settle_of(handle, messages, sync, fun)
     else

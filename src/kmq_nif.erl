@@ -8,13 +8,13 @@
 
 -export([version/0, live/0, backoff/3]).
 -export([consumer_open/3, consumer_subscribe/1, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_settle/3,
-         consumer_retry/5, consumer_extend/2, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
+         consumer_retry/5, consumer_extend/3, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
          consumer_close/2, consumer_kill/1, consumer_info/1, consumer_set_token/4, consumer_test_fatal/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
          publisher_set_token/4]).
 -export([admin_open/1, admin_close/1, admin_cluster_id/2, admin_partitions/3, admin_topics/2, admin_create_topic/6,
          admin_create_partitions/4, admin_delete_topic/3, admin_topic_config/3, admin_committed/3, admin_watermarks/4,
-         admin_offset_for_time/5, admin_delete_records/5]).
+         admin_offset_for_time/5, admin_delete_records/5, admin_commit/5, admin_read/6]).
 
 -on_load(init/0).
 
@@ -69,8 +69,8 @@ consumer_take(_Ref, _Max) -> erlang:nif_error(not_loaded).
 consumer_settle(_Ref, _Cause, _Tokens) -> erlang:nif_error(not_loaded).
 -spec consumer_retry(ref(), [{integer(), integer(), non_neg_integer()}], 0..4, 0..3, binary()) -> ok | refused().
 consumer_retry(_Ref, _Tokens, _Cause, _Flags, _Text) -> erlang:nif_error(not_loaded).
--spec consumer_extend(ref(), [{integer(), integer(), non_neg_integer()}]) -> ok | refused().
-consumer_extend(_Ref, _Tokens) -> erlang:nif_error(not_loaded).
+-spec consumer_extend(ref(), [{integer(), integer(), integer()}], boolean()) -> ok | refused().
+consumer_extend(_Ref, _Tokens, _Leave) -> erlang:nif_error(not_loaded).
 -spec consumer_assign(ref(), non_neg_integer(), [{binary(), integer(), integer(), boolean()}]) -> ok | failure().
 consumer_assign(_Ref, _Epoch, _Partitions) -> erlang:nif_error(not_loaded).
 -spec consumer_reset(ref(), integer(), integer()) -> ok | failure().
@@ -133,3 +133,7 @@ admin_watermarks(_Ref, _Topic, _Partition, _TimeoutMs) -> erlang:nif_error(not_l
 admin_offset_for_time(_Ref, _Topic, _Partition, _Ms, _TimeoutMs) -> erlang:nif_error(not_loaded).
 -spec admin_delete_records(ref(), binary(), integer(), integer(), integer()) -> ok | failure().
 admin_delete_records(_Ref, _Topic, _Partition, _Before, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_commit(ref(), binary(), integer(), integer(), integer()) -> ok | failure().
+admin_commit(_Ref, _Topic, _Partition, _Offset, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec admin_read(ref(), binary(), integer(), non_neg_integer(), 1..1000, integer()) -> {ok, [tuple()]} | failure().
+admin_read(_Ref, _Topic, _Partition, _From, _N, _TimeoutMs) -> erlang:nif_error(not_loaded).

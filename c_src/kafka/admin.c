@@ -154,6 +154,29 @@ done:
     return result;
 }
 
+int kafka_admin_commit(kafka_admin *admin, const char *topic, int32_t partition, int64_t offset, int timeout_ms,
+                       kafka_error *err)
+{
+    kafka_drop_events(admin->main);
+    rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new(1);
+    rd_kafka_queue_t *answer = rd_kafka_queue_new(admin->rk);
+    rd_kafka_topic_partition_list_add(list, topic, partition)->offset = offset;
+    rd_kafka_resp_err_t code = rd_kafka_commit_queue(admin->rk, list, answer, NULL, NULL);
+    if (code == RD_KAFKA_RESP_ERR_NO_ERROR) {
+        rd_kafka_event_t *event = rd_kafka_queue_poll(answer, timeout_ms);
+        code = RD_KAFKA_RESP_ERR__TIMED_OUT;
+        if (event != NULL) {
+            const rd_kafka_topic_partition_list_t *result = rd_kafka_event_topic_partition_list(event);
+            code = rd_kafka_event_error(event);
+            if (code == RD_KAFKA_RESP_ERR_NO_ERROR && result != NULL) code = result->elems[0].err;
+            rd_kafka_event_destroy(event);
+        }
+    }
+    rd_kafka_queue_destroy(answer);
+    rd_kafka_topic_partition_list_destroy(list);
+    return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, admin->rk, code, "commit");
+}
+
 int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partition, int timeout_ms, int64_t *low,
                            int64_t *high, kafka_error *err)
 {

@@ -219,6 +219,9 @@ int kafka_admin_topics(kafka_admin *admin, int timeout_ms, void (*each)(void *ct
 /* Reads the commits of the group named by props' group.id as an outsider. In: topic, partition. Out: offset (-1001 = none), error, and metadata,
  * which the admin owns until its next call. Fails as a whole when any partition failed; the others are filled then, too. */
 int kafka_admin_committed(kafka_admin *admin, kafka_partition *partitions, size_t n, int timeout_ms, kafka_error *err);
+/* Sets the offset of the group named by props' group.id, as one that is no member: refused while the group has members. */
+int kafka_admin_commit(kafka_admin *admin, const char *topic, int32_t partition, int64_t offset, int timeout_ms,
+                       kafka_error *err);
 int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partition, int timeout_ms, int64_t *low,
                            int64_t *high, kafka_error *err);
 /* The first offset whose timestamp is at least this; -1 (as Kafka's END) when there is none. */

@@ -3,11 +3,16 @@
 
 #include <string.h>
 #include "kafka.h"
+#include "store.h"
 #include "term.h"
 
 typedef struct admin {
     ErlNifMutex *lock;
-    kafka_admin *admin; /* NULL = closed */
+    kafka_admin *admin;   /* NULL = closed */
+    kafka_reader *reader; /* opened by the first read */
+    kafka_property *props;
+    size_t n_props;
+    void *memory; /* of the props */
 } admin;
 
 void admin_dtor(ErlNifEnv *env, void *object)
@@ -18,6 +23,8 @@ void admin_dtor(ErlNifEnv *env, void *object)
         kafka_admin_destroy(a->admin);
         atomic_fetch_sub(&live_admins, 1);
     }
+    if (a->reader) kafka_reader_destroy(a->reader);
+    enif_free(a->memory);
     enif_mutex_destroy(a->lock);
 }
 
@@ -34,9 +41,11 @@ KMQ_NIF(nif_admin_open)
     kafka_error err = {0};
     int rc = kafka_admin_open(props, n, &a->admin, &err);
     if (!rc) atomic_fetch_add(&live_admins, 1);
+    a->props = props;
+    a->n_props = n;
+    a->memory = memory;
     ERL_NIF_TERM result = rc ? term_error(env, &err) : term_ok(env, enif_make_resource(env, a));
     enif_release_resource(a);
-    enif_free(memory);
     return result;
 }
 
@@ -69,6 +78,8 @@ KMQ_NIF(nif_admin_close)
     if (!a) return result;
     kafka_admin_destroy(a->admin);
     a->admin = NULL;
+    if (a->reader) kafka_reader_destroy(a->reader);
+    a->reader = NULL;
     atomic_fetch_sub(&live_admins, 1);
     return leave(env, a, 0, NULL, atoms.ok);
 }
@@ -304,6 +315,89 @@ KMQ_NIF(nif_admin_delete_records)
         if (a)
             result = leave(env, a, kafka_admin_delete_records(a->admin, topic, partition, before, timeout, &err), &err,
                            atoms.ok);
+    }
+    enif_free(topic);
+    return result ? result : enif_make_badarg(env);
+}
+
+/* admin_commit(Ref, Topic, Partition, Offset, TimeoutMs): of the group in the properties */
+KMQ_NIF(nif_admin_commit)
+{
+    (void)argc;
+    int partition, timeout;
+    ErlNifSInt64 offset;
+    char *topic = term_string(env, argv[1]);
+    ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
+    if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int64(env, argv[3], &offset) &&
+        enif_get_int(env, argv[4], &timeout)) {
+        admin *a = enter(env, argv[0], &result);
+        kafka_error err = {0};
+        if (a)
+            result =
+                leave(env, a, kafka_admin_commit(a->admin, topic, partition, offset, timeout, &err), &err, atoms.ok);
+    }
+    enif_free(topic);
+    return result ? result : enif_make_badarg(env);
+}
+
+enum { READ_MOST = 1000 };
+
+typedef struct reading {
+    store store;
+    bool no_memory;
+} reading;
+
+static void keep_record(void *ctx, int64_t offset, const kafka_record *record)
+{
+    static const store_kmq fresh = {.attempt = 1, .deliveries = 1, .id_header = -1, .expires_ms = INT64_MAX};
+    reading *r = ctx;
+    kafka_header small[32], *headers = small;
+    (void)offset;
+    if (!record || r->no_memory) return;
+    size_t n = kafka_record_headers(record, small, 32);
+    if (n > 32) {
+        headers = enif_alloc(n * sizeof *headers);
+        if (headers) n = kafka_record_headers(record, headers, n);
+    }
+    if (!headers || !store_push(&r->store, record, headers, n, &fresh)) r->no_memory = true;
+    if (headers != small) enif_free(headers);
+}
+
+static ERL_NIF_TERM read_records(ErlNifEnv *env, admin *a, const char *topic, int partition, int64_t from, size_t n,
+                                 int timeout)
+{
+    int64_t offsets[READ_MOST];
+    kafka_error err = {0};
+    reading r = {.no_memory = false};
+    store_init(&r.store);
+    for (size_t i = 0; i < n; i++) offsets[i] = from + (int64_t)i;
+    int rc = a->reader ? 0 : kafka_reader_open(a->props, a->n_props, &a->reader, &err);
+    if (!rc) rc = kafka_reader_read(a->reader, topic, partition, offsets, n, timeout, keep_record, &r, &err);
+    ERL_NIF_TERM list = enif_make_list(env, 0);
+    size_t bytes = 0;
+    while (!rc && r.store.count) list = enif_make_list_cell(env, store_take(&r.store, env, &bytes), list);
+    enif_make_reverse_list(env, list, &list);
+    store_free(&r.store);
+    if (r.no_memory) {
+        enif_mutex_unlock(a->lock);
+        return term_error_atom(env, enif_make_atom(env, "enomem"));
+    }
+    return leave(env, a, rc, &err, term_ok(env, list));
+}
+
+/* admin_read(Ref, Topic, Partition, From, N, TimeoutMs) -> {ok, [Message]}: what there is of the offsets From .. From + N - 1, as
+ * consumer_take gives messages; N at most 1000. */
+KMQ_NIF(nif_admin_read)
+{
+    (void)argc;
+    int partition, timeout, n;
+    ErlNifSInt64 from;
+    char *topic = term_string(env, argv[1]);
+    ERL_NIF_TERM result = 0; /* 0 = a bad argument: making that term already raises */
+    if (topic && enif_get_int(env, argv[2], &partition) && enif_get_int64(env, argv[3], &from) && from >= 0 &&
+        enif_get_int(env, argv[4], &n) && n > 0 && n <= READ_MOST && enif_get_int(env, argv[5], &timeout)) {
+        admin *a = enter(env, argv[0], &result);
+        if (a) result = read_records(env, a, topic, partition, from, (size_t)n, timeout);
     }
     enif_free(topic);
     return result ? result : enif_make_badarg(env);

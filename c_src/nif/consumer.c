@@ -540,15 +540,17 @@ static int retry_one(engine *e, int slot, int64_t offset, int64_t delay_ms, int 
     return r ? ask_one(e, slot, offset, 0, r) : KMQ_ENOMEM;
 }
 
-/* In the range format the handle itself keeps the limit, in the kmq format the tracker does. */
-static int extend_one(engine *e, int slot, int64_t offset, int64_t ms, int64_t now)
+/* Stays in work: in the range format the handle itself keeps the limit, in the kmq format the tracker does. Leaves: from now on it
+ * is no more of ours, and only its marker says until when somebody may settle it. */
+static int extend_one(engine *e, int slot, int64_t offset, int64_t ms, bool leave, int64_t now)
 {
     kmq_range one = {offset, offset + 1};
     retry *r = NULL;
-    if (e->config.format == FORMAT_KMQ) {
-        r = marks_retry_new(KMQ_MARKER_EXTEND, one, ms, 0, 0, NULL, 0);
+    if (leave || e->config.format == FORMAT_KMQ) {
+        r = marks_retry_new(KMQ_MARKER_EXTEND, one, ms, EXTEND_ASKED, 0, NULL, 0);
         if (!r) return KMQ_ENOMEM;
     }
+    if (leave) return ask_one(e, slot, offset, 0, r);
     return ask_one(e, slot, offset, ms > INT64_MAX - now ? INT64_MAX : now + ms, r);
 }
 
@@ -580,29 +582,32 @@ KMQ_NIF(nif_consumer_retry)
     return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
 }
 
-/* consumer_extend(Ref, [{Slot, Offset, Ms}]) -> ok | {error, [{Slot, Offset, Reason}]}: in work for that long from now on */
+/* consumer_extend(Ref, [{Slot, Offset, Ms}], Leave) -> ok | {error, [{Slot, Offset, Reason}]}: in work for that long from now on,
+ * with this consumer, or (Leave; Ms < 0 = the time limit) without it, for whoever has a receipt. */
 KMQ_NIF(nif_consumer_extend)
 {
     (void)argc;
     engine *e = get_engine(env, argv[0]);
     if (!e || !enif_is_list(env, argv[1])) return enif_make_badarg(env);
     if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
+    bool leave = enif_compare(argv[2], atoms.true_) == 0;
     int slot;
     int64_t offset, added = 0, now = engine_now();
     ErlNifSInt64 ms, soonest = INT64_MAX;
     ERL_NIF_TERM head, tail = argv[1], failures = enif_make_list(env, 0);
     while (enif_get_list_cell(env, tail, &head, &tail)) {
-        if (!get_token(env, head, 3, &slot, &offset, &ms) || ms < 0) return enif_make_badarg(env);
-        int rc = extend_one(e, slot, offset, ms, now);
+        if (!get_token(env, head, 3, &slot, &offset, &ms) || (ms < 0 && !leave)) return enif_make_badarg(env);
+        if (ms < 0) ms = e->config.max_processing_ms;
+        int rc = extend_one(e, slot, offset, ms, leave, now);
         if (rc != KMQ_OK) {
             failures = enif_make_list_cell(env, failure(env, slot, offset, rc), failures);
             continue;
         }
-        added += e->config.format == FORMAT_KMQ;
+        added += leave || e->config.format == FORMAT_KMQ;
         if (ms < soonest) soonest = ms;
     }
     after_settle(e, added);
-    if (soonest < e->config.max_processing_ms) engine_notify_owner(e, soonest);
+    if (!leave && soonest < e->config.max_processing_ms) engine_notify_owner(e, soonest);
     return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
 }
 

@@ -451,7 +451,7 @@ static void flush_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
         if (e->flush_seq != UINT64_MAX) e->flush_seq = e->seq ? e->seq : 1;
     }
     for (const mark *m = e->oldest; m && m->seq <= e->flush_seq; m = m->next)
-        if (marks_awaited(e, m->type)) return;
+        if (marks_awaited(m->type, m->cause)) return;
     e->flush_seq = 0;
     *events = enif_make_list_cell(env, atoms.flushed, *events);
 }

@@ -55,7 +55,7 @@ typedef struct engine_topic {
     kmq_marker_scope scope;
 } engine_topic;
 
-/* A RETRY, or in the kmq format an EXTEND, that somebody asked for and that is not written yet. */
+/* A RETRY or EXTEND that somebody asked for and that is not written yet. */
 typedef struct retry {
     struct retry *next;
     kmq_range range;
@@ -221,9 +221,10 @@ void marks_release(engine *engine, part *part,
                    bool open);                    /* RETRY released: STARTed and covered by a commit; open ones too */
 void marks_fail_all(engine *engine, int64_t now); /* the producer is gone: what was in flight failed */
 bool marks_settled(const engine *engine);         /* nothing waits and no END or RETRY is in flight */
-bool marks_awaited(const engine *engine, uint8_t type);      /* does a flush wait for markers of this type */
+bool marks_awaited(uint8_t type, uint8_t cause);  /* does a flush wait for such markers */
 bool marks_park(part *part, int64_t offset, int64_t due_ms); /* false: no memory */
 /* No lock, then part.lock. NULL: no memory. */
+enum { EXTEND_ASKED = 1 }; /* cause of an EXTEND that is more than a renewal, which the next one would make good */
 retry *marks_retry_new(uint8_t type, kmq_range range, int64_t delay_ms, uint8_t cause, uint8_t flags, const void *text,
                        size_t text_len);
 void marks_retry_queue(part *part, retry *retry);

@@ -90,7 +90,7 @@ static ErlNifFunc functions[] = {
     {"consumer_take", 2, nif_consumer_take, 0},
     {"consumer_settle", 3, nif_consumer_settle, 0},
     {"consumer_retry", 5, nif_consumer_retry, 0},
-    {"consumer_extend", 2, nif_consumer_extend, 0},
+    {"consumer_extend", 3, nif_consumer_extend, 0},
     {"consumer_assign", 3, nif_consumer_assign, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_reset", 3, nif_consumer_reset, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_rebuild", 1, nif_consumer_rebuild, ERL_NIF_DIRTY_JOB_IO_BOUND},
@@ -121,6 +121,8 @@ static ErlNifFunc functions[] = {
     {"admin_watermarks", 4, nif_admin_watermarks, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"admin_offset_for_time", 5, nif_admin_offset_for_time, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"admin_delete_records", 5, nif_admin_delete_records, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_commit", 5, nif_admin_commit, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_read", 6, nif_admin_read, ERL_NIF_DIRTY_JOB_IO_BOUND},
 };
 
 static int load(ErlNifEnv *env, void **priv, ERL_NIF_TERM info)

@@ -23,7 +23,7 @@ static void link_mark(engine *e, mark *m)
     e->newest = m;
     m->part->in_flight++;
     if (is_start(m->type)) m->part->starts_in_flight++;
-    if (marks_awaited(e, m->type)) e->ends_in_flight++;
+    if (marks_awaited(m->type, m->cause)) e->ends_in_flight++;
 }
 
 static void unlink_mark(engine *e, mark *m)
@@ -38,7 +38,7 @@ static void unlink_mark(engine *e, mark *m)
         e->newest = m->prev;
     m->part->in_flight--;
     if (is_start(m->type)) m->part->starts_in_flight--;
-    if (marks_awaited(e, m->type)) e->ends_in_flight--;
+    if (marks_awaited(m->type, m->cause)) e->ends_in_flight--;
 }
 
 retry *marks_retry_new(uint8_t type, kmq_range range, int64_t delay_ms, uint8_t cause, uint8_t flags, const void *text,
@@ -72,11 +72,9 @@ bool marks_park(part *p, int64_t offset, int64_t due_ms)
     return true;
 }
 
-/* An EXTEND of the range format renews a lease, which the next one does as well; in the kmq format somebody asked for it. */
-bool marks_awaited(const engine *e, uint8_t type)
+bool marks_awaited(uint8_t type, uint8_t cause)
 {
-    return type == KMQ_MARKER_END || type == KMQ_MARKER_RETRY ||
-           (type == KMQ_MARKER_EXTEND && e->config.format == FORMAT_KMQ);
+    return type == KMQ_MARKER_END || type == KMQ_MARKER_RETRY || (type == KMQ_MARKER_EXTEND && cause == EXTEND_ASKED);
 }
 
 static bool is_start(uint8_t type) { return type == KMQ_MARKER_START || type == KMQ_MARKER_PARK; }
@@ -93,7 +91,7 @@ static void give_back(engine *e, part *p, uint8_t type, uint8_t cause, uint8_t f
                       size_t text_len, const kmq_range *ranges, size_t n, int64_t now)
 {
     if (!n) return;
-    bool awaited = marks_awaited(e, type);
+    bool awaited = marks_awaited(type, cause);
     enif_mutex_lock(p->lock);
     switch (type) {
     case KMQ_MARKER_START:

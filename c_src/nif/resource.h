@@ -60,5 +60,7 @@ KMQ_NIF(nif_admin_committed);
 KMQ_NIF(nif_admin_watermarks);
 KMQ_NIF(nif_admin_offset_for_time);
 KMQ_NIF(nif_admin_delete_records);
+KMQ_NIF(nif_admin_commit);
+KMQ_NIF(nif_admin_read);
 
 #endif

@@ -14,7 +14,7 @@ defmodule Kmq.Handle do
   use GenServer, restart: :temporary
 
   require Logger
-  alias Kmq.{Error, Telemetry, Topics, Tracker}
+  alias Kmq.{Error, Receipt, Telemetry, Topics, Tracker}
 
   @enforce_keys [:pid, :ref]
   defstruct [:pid, :ref]
@@ -132,7 +132,33 @@ defmodule Kmq.Handle do
   end
 
   def extend(%__MODULE__{ref: ref}, tokens),
-    do: refused(:kmq_nif.consumer_extend(ref, tokens), tokens)
+    do: refused(:kmq_nif.consumer_extend(ref, tokens, false), tokens)
+
+  @doc "It is no more of this handle's: whoever has a receipt settles it within the time limit, or it comes again."
+  @spec leave(t, [token]) :: :ok | {:error, [refusal]}
+  def leave(%__MODULE__{pid: pid} = handle, tokens) when node(pid) != node() do
+    remote(handle, {:leave, tokens}, tokens)
+  end
+
+  def leave(%__MODULE__{ref: ref}, tokens) do
+    timed = for {slot, offset} <- tokens, do: {slot, offset, -1}
+    refused(:kmq_nif.consumer_extend(ref, timed, true), tokens)
+  end
+
+  @doc "What a receipt of one of its messages says beside the message's place; nil when it is closed."
+  @spec receipt_info(t) :: map | nil
+  def receipt_info(%__MODULE__{pid: pid}) when node(pid) != node() do
+    GenServer.call(pid, :receipt_info)
+  catch
+    :exit, _ -> nil
+  end
+
+  def receipt_info(%__MODULE__{pid: pid}) do
+    case Registry.lookup(Kmq.Registry, {:receipts, pid}) do
+      [{^pid, info}] -> info
+      [] -> nil
+    end
+  end
 
   # The native side holds at most 512 bytes; cut between characters.
   defp clip(nil), do: ""
@@ -234,6 +260,7 @@ defmodule Kmq.Handle do
           noted: %{}
         }
 
+        {:ok, _} = Registry.register(Kmq.Registry, {:receipts, self()}, Receipt.info(config))
         {:ok, watch(state, borrower), {:continue, :start}}
 
       {:error, reason} ->
@@ -310,6 +337,14 @@ defmodule Kmq.Handle do
 
   def handle_call({:extend, tokens}, _from, state) do
     {:reply, extend(handle(state), tokens), state}
+  end
+
+  def handle_call({:leave, tokens}, _from, state) do
+    {:reply, leave(handle(state), tokens), state}
+  end
+
+  def handle_call(:receipt_info, _from, state) do
+    {:reply, receipt_info(handle(state)), state}
   end
 
   def handle_call(:flush, from, state) do

@@ -427,7 +427,7 @@ defmodule Kmq.Options do
                  receipt_secret: [
                    type: {:custom, Types, :secret, []},
                    type_doc: "`t:binary/0`",
-                   doc: "Receipts (`Kmq.settle/4`) must be signed with it."
+                   doc: "Receipts (`Kmq.settle/3`) must be signed with it."
                  ]
                ] ++ @client
 

@@ -170,6 +170,14 @@ defmodule Kmq.Publisher do
   @spec queued(GenServer.server()) :: non_neg_integer
   def queued(publisher), do: GenServer.call(publisher, :queued)
 
+  @doc false
+  @spec receipt_secret(GenServer.server()) :: {:ok, binary | nil} | {:error, Error.t()}
+  def receipt_secret(publisher) do
+    local(publisher, :receipt_secret, [], fn pid ->
+      with {:ok, info} <- lookup(pid), do: {:ok, info.receipt_secret.()}
+    end)
+  end
+
   @doc "Flushes for at most `timeout` ms and stops. What is not published by then is reported as failed."
   @spec close(GenServer.server(), timeout) :: :ok | {:error, Error.t()}
   def close(publisher, timeout \\ 30_000) do
@@ -481,7 +489,15 @@ defmodule Kmq.Publisher do
     case :kmq_nif.publisher_open(derived.producer_props, %{idempotent: valid[:acks] == :all}) do
       {:ok, ref} ->
         topics = :ets.new(__MODULE__, [:public, read_concurrency: true])
-        info = %{ref: ref, topics: topics, delivery_timeout: valid[:delivery_timeout]}
+
+        info = %{
+          ref: ref,
+          topics: topics,
+          delivery_timeout: valid[:delivery_timeout],
+          # Kept as a function: printed, it shows nothing.
+          receipt_secret: fn -> valid[:receipt_secret] end
+        }
+
         {:ok, _} = Registry.register(Kmq.Registry, {__MODULE__, self()}, info)
 
         {:ok,

@@ -69,9 +69,18 @@ defmodule Kmq.OptionsTest do
     {:trim_markers, false, true, true, 1,
      "invalid value for :trim_markers option: expected true or false, got: 1"},
     {:on_success, :ack, :noop, :noop, :commit,
-     "invalid value for :on_success option: expected :ack, :retry, {:retry, delay_ms | backoff}, :reject, :discard or :noop, got: :commit"},
-    {:on_failure, :retry, {:retry, [5]}, {:retry, {:list, [5], 0.0}}, :release,
-     "invalid value for :on_failure option: :release is not there yet"},
+     "invalid value for :on_success option: expected :ack, :retry, {:retry, delay_ms | backoff}, :release, {:snooze, delay_ms}, :reject, :discard, :noop or :manual, got: :commit"},
+    {:on_failure, :retry, {:retry, [5]}, {:retry, {:list, [5], 0.0}}, {:snooze, -1},
+     "invalid value for :on_failure option: expected :ack, :retry, {:retry, delay_ms | backoff}, :release, {:snooze, delay_ms}, :reject, :discard, :noop or :manual, got: {:snooze, -1}"},
+    {:filter, [], [tags: ["a"], headers: [{"h", "1"}], routing: ["a.*.#"]],
+     [{:tag, "a"}, {:header, "h", "1"}, {:routing, "a.*.#"}], [tags: ["a,b"]],
+     "invalid value for :filter option: expected a list of strings without commas, got: [\"a,b\"]"},
+    {:ttl, :absent, 5, 5, 0,
+     "invalid value for :ttl option: expected a positive integer, got: 0"},
+    {:on_expired, :reject, :discard, :discard, :ack,
+     "invalid value for :on_expired option: expected one of :reject, :discard, got: :ack"},
+    {:receipt_secret, :absent, "sixteen bytes 16", "sixteen bytes 16", "short",
+     "invalid value for :receipt_secret option: expected a binary of at least 16 bytes"},
     {:kafka_config, [], [common: ["socket.keepalive.enable": true]],
      [common: [{"socket.keepalive.enable", "true"}]], [consumer: ["enable.auto.commit": true]],
      "invalid value for :kafka_config option: enable.auto.commit cannot be set here: Kmq commits by itself"}
@@ -196,7 +205,19 @@ defmodule Kmq.OptionsTest do
     end
   end
 
-  test "options of a message; later ones are refused" do
+  test "filters that cannot be" do
+    for {value, text} <- [
+          {:vip, "expected a keyword list, got: :vip"},
+          {[tag: ["a"]], "unknown clause :tag, expected :tags, :headers or :routing"},
+          {[headers: [{"a", nil}]], "expected a value for each of :headers, got: [{\"a\", nil}]"},
+          {[routing: ["a*.b"]], "\"a*.b\": * and # stand for whole words between dots"},
+          {[routing: List.duplicate("a.b.c", 129)], "patterns of 516 words, at most 512 fit"}
+        ] do
+      assert message(:filter, value) == "invalid value for :filter option: " <> text
+    end
+  end
+
+  test "options of a message" do
     assert {:ok, valid} = publish(:headers, [{"a", nil}, {"a", <<0>>}])
     assert valid[:headers] == [{"a", nil}, {"a", <<0>>}]
 
@@ -212,10 +233,14 @@ defmodule Kmq.OptionsTest do
     assert publish(:key, 5) ==
              {:error, "invalid value for :key option: expected a binary or nil, got: 5"}
 
-    for name <- [:tags, :routing_key, :delay, :at, :ttl] do
-      assert publish(name, 1) ==
-               {:error,
-                "invalid value for #{inspect(name)} option: it is not there yet in this version"}
+    for {name, bad, text} <- [
+          {:tags, ["a,b"], "expected a list of strings without commas, got: [\"a,b\"]"},
+          {:routing_key, "", "expected a non-empty string, got: \"\""},
+          {:delay, -1, "expected a non-negative integer, got: -1"},
+          {:at, 5, "expected a DateTime, got: 5"},
+          {:ttl, 0, "expected a positive integer, got: 0"}
+        ] do
+      assert publish(name, bad) == {:error, "invalid value for #{inspect(name)} option: " <> text}
     end
   end
 
@@ -243,14 +268,12 @@ defmodule Kmq.OptionsTest do
              {:ok, {:exponential, 400_000, 400_000, 2.0, 0.2}}
   end
 
-  test "the docs name every option and hide what is not there" do
+  test "the docs name every option" do
     docs = Options.docs(:producer)
 
     for {name, spec} <- Options.schema(:producer),
         key <- [name | Keyword.keys(spec[:keys] || [])] do
       assert docs =~ "* `#{inspect(key)}` ("
     end
-
-    refute Options.docs(:publish) =~ "routing_key"
   end
 end

@@ -122,7 +122,8 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   defp plan({slot, offset, attempt, disposition, reason}, plan, {_, _, backoff}) do
     case disposition do
-      later when later in [:noop, :manual] -> plan
+      :noop -> plan
+      :manual -> add(plan, :manual, {slot, offset})
       :ack -> add(plan, :ack, {slot, offset})
       :discard -> add(plan, :discard, {slot, offset})
       :release -> add(plan, {:released, nil}, {slot, offset, 0})
@@ -155,6 +156,10 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   defp settle(handle, action, entries) when action in [:ack, :discard] do
     report(Handle.settle(handle, action, entries), handle, action, entries)
+  end
+
+  defp settle(handle, :manual, entries) do
+    report(Handle.leave(handle, entries), handle, :manual, entries)
   end
 
   defp settle(handle, {cause, text}, entries) do

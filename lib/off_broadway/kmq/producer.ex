@@ -48,7 +48,7 @@ defmodule OffBroadway.Kmq.Producer do
   | `:reject` | to the dead letter topic now |
   | `:discard` | dropped, without a dead letter |
   | `:noop` | nothing: it counts as failed when `:max_processing_time` is over |
-  | `:manual` | the same; for `on_success`, where a receipt (`Kmq.receipt/1`) settles it later |
+  | `:manual` | left to whoever has its receipt (`Kmq.receipt/1`), for `:max_processing_time`, also after the end of this VM |
 
   A handler can say so for one message:
 

@@ -303,4 +303,61 @@ defmodule Kmq.Test.Bodies.Actions do
       10_000
     )
   end
+
+  # ---- receipts
+
+  @secret "a secret of the shop"
+
+  body "a receipt settles a message without its consumer, and also after its end", %{
+    cluster: cluster
+  } do
+    for format <- [:range, :kmq] do
+      topic = queue(cluster, 1)
+      publish(cluster, topic, ~w(ack discard reject snooze retry nobody))
+
+      options =
+        options(cluster, topic,
+          marker_format: format,
+          max_processing_time: 4_000,
+          receipt_secret: @secret
+        )
+
+      consumer = consumer(options)
+      messages = pull(consumer, 6)
+      receipts = Map.new(messages, &{&1.value, Kmq.receipt(&1)})
+      assert Kmq.leave(messages, sync: true) == :ok
+      assert Kmq.ack(hd(messages)) == {:error, :unknown}
+      assert Kmq.Handle.info(hd(messages).handle).partitions |> hd() |> Map.fetch!(:open) == 0
+      Consumer.stop(consumer)
+
+      {:ok, publisher} = Publisher.start_link(hosts: cluster.hosts, receipt_secret: @secret)
+      assert Kmq.settle(publisher, receipts["ack"], :ack) == :ok
+      assert Kmq.settle(publisher, receipts["ack"], :ack) == :ok
+      assert Kmq.settle(publisher, receipts["discard"], :discard) == :ok
+      assert Kmq.settle(publisher, receipts["reject"], {:reject, "not for us"}) == :ok
+      assert Kmq.settle(publisher, receipts["snooze"], {:snooze, 0}) == :ok
+      assert Kmq.settle(publisher, receipts["retry"], :retry) == :ok
+
+      assert {:error, %{reason: :receipt}} =
+               Kmq.settle(publisher, receipts["nobody"] <> "A", :ack)
+
+      Publisher.close(publisher)
+      {:ok, stranger} = Publisher.start_link(hosts: cluster.hosts)
+      assert {:error, %{reason: :receipt}} = Kmq.settle(stranger, receipts["nobody"], :ack)
+      Publisher.close(stranger)
+
+      second = consumer(options)
+      again = pull(second, 3)
+
+      assert Enum.sort(Enum.map(again, &{&1.value, &1.attempt})) ==
+               [{"nobody", 2}, {"retry", 2}, {"snooze", 1}]
+
+      assert Kmq.ack(again, sync: true) == :ok
+      [dead] = await_records(cluster, topic <> "__undelivered", 1, 1)
+      assert dead.value == "reject"
+      assert {"kmq-error", "not for us"} in dead.headers
+      assert Consumer.pull(second, max: 10, wait: 500) == []
+      Consumer.stop(second)
+    end
+  end
 end
