@@ -1,0 +1,437 @@
+defmodule Kmq.DeadLetters do
+  @moduledoc """
+  What failed for good: to look at, and to send back.
+
+      connection = [hosts: [localhost: 9092]]
+      "orders" |> Kmq.DeadLetters.stream(connection) |> Enum.frequencies_by(& &1.cause)
+      Kmq.DeadLetters.redrive("orders", connection ++ [filter: [cause: "timeout"], rate: 100])
+
+  All functions take the name of the queue topic; its dead letter topic is `<topic>__undelivered`, or what `:dead_letter_topic`
+  names. Options that say where: `:hosts`, `:client_config`, `:kafka_config`.
+
+  ## Filters
+
+  A function that takes a `Kmq.DeadLetter`, or a list of conditions that must all hold:
+
+    * `:cause` - `"timeout"`, or a list of causes
+    * `:group` - the consumer group it failed in
+    * `:key` - the key
+    * `:headers` - `[{name, value}]`, each of which it has
+    * `:attempts` - a number or a range of failed attempts
+    * `:since`, `:until` - `DateTime`s between which it became a dead letter
+    * `:origin` - the topic it was published to first
+  """
+
+  alias Kmq.{Config, DeadLetter, Error, Publisher, Topics}
+
+  @read_ms 15_000
+  @chunk 100
+  @count_header "kmq-redelivery-count"
+  @where [:hosts, :client_config, :kafka_config]
+  @conditions [:cause, :group, :key, :headers, :attempts, :since, :until, :origin]
+  @redriven "kmq-redriven"
+
+  @typedoc "See the section about filters."
+  @type filter :: keyword | (DeadLetter.t() -> boolean)
+
+  @typedoc "What a redrive did: dead letters read, sent back, left alone, and how many there were to be read."
+  @type summary :: %{
+          read: non_neg_integer,
+          redriven: non_neg_integer,
+          skipped: non_neg_integer,
+          total: non_neg_integer
+        }
+
+  @doc """
+  All dead letters of a topic that are there now, partition by partition, as a lazy stream. Nothing is committed anywhere.
+  An error raises `Kmq.Error`.
+
+    * `:filter`
+    * `:dead_letter_topic`, `:count_header` - where the pipeline has others than the defaults
+  """
+  @spec stream(String.t(), keyword) :: Enumerable.t()
+  def stream(topic, options) do
+    {run, filter} = run!(topic, options, [])
+
+    Stream.resource(
+      fn ->
+        admin = ok!(open(run, run.dead_letter_topic <> "__read"))
+        {admin, ok!(spans(admin, run, false))}
+      end,
+      fn
+        {admin, []} -> {:halt, {admin, []}}
+        {admin, [span | spans]} -> next(admin, run, span, spans, filter)
+      end,
+      fn {admin, _spans} -> :kmq_nif.admin_close(admin) end
+    )
+  end
+
+  defp next(admin, run, span, spans, filter) do
+    {letters, rest} = ok!(read(admin, run, span))
+    {Enum.filter(letters, filter), {admin, List.wrap(rest) ++ spans}}
+  end
+
+  @doc "One of them, by partition and offset of the dead letter topic."
+  @spec show(String.t(), non_neg_integer, non_neg_integer, keyword) ::
+          {:ok, DeadLetter.t()} | {:error, Error.t()}
+  def show(topic, partition, offset, options) do
+    {run, _filter} = run!(topic, options, [])
+
+    with_admin(run, run.dead_letter_topic <> "__read", fn admin ->
+      with {:ok, spans} <- spans(admin, run, false),
+           {:ok, {[letter], _rest}} <- read_one(admin, run, spans, partition, offset) do
+        {:ok, letter}
+      else
+        {:error, error} ->
+          {:error, error}
+
+        _gone ->
+          {:error,
+           Error.new(
+             :not_found,
+             "#{run.dead_letter_topic}-#{partition} has no offset #{offset}"
+           )}
+      end
+    end)
+  end
+
+  defp read_one(admin, run, spans, partition, offset) do
+    case Enum.find(spans, fn {p, from, to} -> p == partition and offset in from..(to - 1)//1 end) do
+      nil -> :gone
+      _span -> read(admin, run, {partition, offset, offset + 1})
+    end
+  end
+
+  @doc """
+  Sends dead letters back to where they came from, in the order they stand there, and returns when it has come to the end as it
+  was at the start.
+
+  A message that goes back is new: its counts begin again, its time to live is over with. It keeps its key, value and other
+  headers and its `id` (`kmq-origin`), and says by `kmq-redriven` which dead letter it was. Only the group it failed in
+  gets it. The dead letters stay where they are: Kafka deletes them when their retention is over.
+
+  The position is kept as a consumer group of its own, `<dead letter topic>__redrive`, so an interrupted redrive goes on where it
+  stopped, and the next one begins behind it. With a filter or `:to` it is another group for each of them: what one
+  redrive left alone, another one still finds.
+
+    * `:filter` - which; with a function give it a `:group`
+    * `:to` - another topic to send them to; then whoever reads it gets them
+    * `:rate` - at most so many a second
+    * `:dry_run` - reads and counts only: nothing is sent, no position kept
+    * `:max` - stops after so many
+    * `:progress` - a function that takes the `t:summary/0` so far, called now and then
+    * `:group` - the name of the consumer group that keeps the position
+    * `:dead_letter_topic`, `:count_header` - where the pipeline has others than the defaults
+  """
+  @spec redrive(String.t(), keyword) :: {:ok, summary} | {:error, Error.t()}
+  def redrive(topic, options) do
+    {run, filter} = run!(topic, options, [:to, :rate, :dry_run, :max, :progress, :group])
+
+    run = Map.merge(run, redrive_options(options, topic))
+    group = group(run, options)
+
+    with_admin(run, group, fn admin ->
+      with {:ok, spans} <- spans(admin, run, true) do
+        total = Enum.sum(for {_, from, to} <- spans, do: to - from)
+        summary = %{read: 0, redriven: 0, skipped: 0, total: total}
+        with_publisher(run, &redrive_all(admin, &1, run, spans, filter, summary))
+      end
+    end)
+  end
+
+  # ---- options
+
+  defp run!(topic, options, names) do
+    is_binary(topic) || raise ArgumentError, "expected a topic, got: #{inspect(topic)}"
+    known = @where ++ [:filter, :dead_letter_topic, :count_header] ++ names
+    Keyword.validate!(options, known)
+
+    case Config.connection(Keyword.take(options, @where)) do
+      {:ok, %{admin_props: props, bootstrap: bootstrap}} ->
+        run = %{
+          topic: topic,
+          dead_letter_topic: options[:dead_letter_topic] || Topics.dead_letter_topic(topic),
+          count_header: options[:count_header] || @count_header,
+          bootstrap: bootstrap,
+          props: props,
+          connection: Keyword.take(options, @where)
+        }
+
+        {run, filter!(options[:filter])}
+
+      {:error, error} ->
+        raise ArgumentError, error.message
+    end
+  end
+
+  defp redrive_options(options, topic) do
+    for {name, ok?} <- [
+          rate: &(is_integer(&1) and &1 > 0),
+          max: &(is_integer(&1) and &1 > 0),
+          to: &is_binary/1,
+          dry_run: &is_boolean/1,
+          progress: &is_function(&1, 1)
+        ],
+        value = options[name],
+        not ok?.(value),
+        do: raise(ArgumentError, "invalid value for #{inspect(name)}: #{inspect(value)}")
+
+    to = options[:to]
+    dead_letter_topic = options[:dead_letter_topic] || Topics.dead_letter_topic(topic)
+    if to == dead_letter_topic, do: raise(ArgumentError, ":to is the dead letter topic itself")
+
+    %{
+      to: to,
+      rate: options[:rate],
+      max: options[:max] || :infinity,
+      dry_run: options[:dry_run] || false,
+      progress: options[:progress] || fn _summary -> :ok end
+    }
+  end
+
+  defp group(run, options) do
+    default = run.dead_letter_topic <> "__redrive"
+
+    case {options[:group], options[:filter] || [], run.to} do
+      {group, _, _} when is_binary(group) ->
+        group
+
+      {nil, filter, _} when is_function(filter) and not run.dry_run ->
+        raise ArgumentError, "a redrive with a function as its filter needs a :group of its own"
+
+      {nil, [], nil} ->
+        default
+
+      {nil, filter, to} ->
+        hash = :crypto.hash(:sha256, inspect({filter, to}, limit: :infinity))
+        default <> "-" <> Base.encode16(binary_part(hash, 0, 5), case: :lower)
+    end
+  end
+
+  defp filter!(nil), do: fn _letter -> true end
+  defp filter!(function) when is_function(function, 1), do: function
+
+  defp filter!(conditions) do
+    Keyword.keyword?(conditions) ||
+      raise ArgumentError,
+            "expected a filter to be a function or a keyword list, got: #{inspect(conditions)}"
+
+    Keyword.validate!(conditions, @conditions)
+    fn letter -> Enum.all?(conditions, &holds?(&1, letter)) end
+  end
+
+  defp holds?({:cause, causes}, letter),
+    do: letter.cause in Enum.map(List.wrap(causes), &to_string/1)
+
+  defp holds?({:group, group}, letter), do: letter.group == group
+  defp holds?({:key, key}, letter), do: letter.key == key
+  defp holds?({:headers, headers}, letter), do: Enum.all?(headers, &(&1 in letter.headers))
+  defp holds?({:attempts, n}, letter) when is_integer(n), do: letter.attempts == n
+  defp holds?({:attempts, range}, letter), do: letter.attempts in range
+  defp holds?({:since, at}, letter), do: letter.ts >= DateTime.to_unix(at, :millisecond)
+  defp holds?({:until, at}, letter), do: letter.ts < DateTime.to_unix(at, :millisecond)
+  defp holds?({:origin, topic}, letter), do: match?({^topic, _, _, _}, letter.origin)
+
+  # ---- reading
+
+  defp open(run, group) do
+    case :kmq_nif.admin_open([{"group.id", group} | List.keydelete(run.props, "group.id", 0)]) do
+      {:ok, admin} -> {:ok, admin}
+      {:error, error} -> {:error, Error.from_native(error, "a client for #{run.bootstrap}")}
+    end
+  end
+
+  defp with_admin(run, group, fun) do
+    with {:ok, admin} <- open(run, group) do
+      try do
+        fun.(admin)
+      after
+        :kmq_nif.admin_close(admin)
+      end
+    end
+  end
+
+  # What there is to read, [{partition, from, to}]: from the beginning, or from the group's position.
+  defp spans(admin, run, from_position?) do
+    topic = run.dead_letter_topic
+
+    with {:ok, {n, _replication}} <- native(:kmq_nif.admin_partitions(admin, topic, @read_ms)),
+         true <- n > 0 || {:error, missing(topic)},
+         {:ok, positions} <- positions(admin, topic, n, from_position?) do
+      Enum.reduce_while(0..(n - 1), {:ok, []}, fn partition, {:ok, spans} ->
+        case native(:kmq_nif.admin_watermarks(admin, topic, partition, @read_ms)) do
+          {:ok, {low, high}} ->
+            from = max(positions[partition] || low, low)
+            spans = if from < high, do: spans ++ [{partition, from, high}], else: spans
+            {:cont, {:ok, spans}}
+
+          error ->
+            {:halt, error}
+        end
+      end)
+    end
+  end
+
+  defp positions(_admin, _topic, _n, false), do: {:ok, %{}}
+
+  defp positions(admin, topic, n, true) do
+    asked = for partition <- 0..(n - 1), do: {topic, partition}
+
+    with {:ok, list} <- native(:kmq_nif.admin_committed(admin, asked, @read_ms)) do
+      {:ok, for({_, partition, offset} <- list, offset >= 0, into: %{}, do: {partition, offset})}
+    end
+  end
+
+  defp missing(topic), do: Error.new(:topic_missing, "topic #{inspect(topic)} does not exist")
+
+  # The next letters of a span, and what is left of it (nil: nothing).
+  defp read(admin, run, {partition, from, to}) do
+    n = min(@chunk, to - from)
+    topic = run.dead_letter_topic
+
+    with {:ok, records} <-
+           native(:kmq_nif.admin_read(admin, topic, partition, from, n, @read_ms)) do
+      letters = Enum.map(records, &DeadLetter.new(&1, topic, partition, run.count_header))
+      {:ok, {letters, if(from + n < to, do: {partition, from + n, to})}}
+    end
+  end
+
+  defp native({:error, error}), do: {:error, Error.from_native(error, "dead letters")}
+  defp native(result), do: result
+
+  defp ok!({:ok, value}), do: value
+  defp ok!({:error, error}), do: raise(error)
+
+  # ---- sending back
+
+  defp with_publisher(%{dry_run: true}, fun), do: fun.(nil)
+
+  defp with_publisher(run, fun) do
+    with {:ok, publisher} <- Publisher.start_link(run.connection) do
+      try do
+        fun.(publisher)
+      after
+        Publisher.close(publisher)
+      end
+    end
+  end
+
+  defp redrive_all(_admin, _publisher, run, [], _filter, summary) do
+    run.progress.(summary)
+    {:ok, summary}
+  end
+
+  defp redrive_all(admin, publisher, run, [span | spans], filter, summary) do
+    {partition, from, to} = span
+
+    with {:ok, {letters, rest}} <- read(admin, run, span) do
+      through = if rest, do: elem(rest, 1), else: to
+      batches = batches(letters, filter, run.rate)
+
+      case send_back(admin, publisher, run, partition, batches, summary) do
+        {:ok, summary} ->
+          # Also past what is gone: compaction, control records.
+          summary = %{summary | read: summary.read + (through - from)}
+
+          with :ok <- commit(admin, run, partition, through),
+               do: redrive_all(admin, publisher, run, List.wrap(rest) ++ spans, filter, summary)
+
+        {:enough, summary} ->
+          run.progress.(summary)
+          {:ok, summary}
+
+        {:error, error} ->
+          {:error, error}
+      end
+    end
+  end
+
+  # Of at most a second's worth each: [{[letter to send], skipped, next offset}].
+  defp batches(letters, filter, rate) do
+    letters
+    |> Enum.chunk_every(min(rate || @chunk, @chunk))
+    |> Enum.map(fn letters ->
+      {wanted, skipped} = Enum.split_with(letters, filter)
+      {wanted, length(skipped), List.last(letters).offset + 1}
+    end)
+  end
+
+  defp send_back(_admin, _publisher, _run, _partition, [], summary), do: {:ok, summary}
+
+  defp send_back(admin, publisher, run, partition, [{letters, skipped, next} | rest], summary) do
+    room = if run.max == :infinity, do: length(letters), else: run.max - summary.redriven
+    {letters, over} = Enum.split(letters, room)
+    next = if over == [], do: next, else: hd(over).offset
+    began = System.monotonic_time(:millisecond)
+
+    with :ok <- publish(publisher, run, letters),
+         :ok <- commit(admin, run, partition, next) do
+      summary = %{
+        summary
+        | redriven: summary.redriven + length(letters),
+          skipped: summary.skipped + skipped
+      }
+
+      run.progress.(summary)
+
+      cond do
+        over != [] or summary.redriven == run.max ->
+          {:enough, summary}
+
+        true ->
+          pace(run, length(letters), began)
+          send_back(admin, publisher, run, partition, rest, summary)
+      end
+    end
+  end
+
+  defp pace(%{rate: nil}, _n, _began), do: :ok
+  defp pace(%{dry_run: true}, _n, _began), do: :ok
+
+  defp pace(%{rate: rate}, n, began) do
+    wait = began + div(n * 1_000, rate) - System.monotonic_time(:millisecond)
+
+    receive do
+    after
+      max(wait, 0) -> :ok
+    end
+  end
+
+  defp publish(nil, _run, _letters), do: :ok
+  defp publish(_publisher, _run, []), do: :ok
+
+  defp publish(publisher, run, letters) do
+    case Publisher.publish_many(publisher, Enum.map(letters, &message(&1, run))) do
+      {:ok, _places} ->
+        :ok
+
+      {:error, %Error{} = error} ->
+        {:error, error}
+
+      # Some are sent, the position stands before them: they may be sent twice, none is left out.
+      {:error, results} ->
+        Enum.find(results, &match?({:error, _}, &1))
+    end
+  end
+
+  @dropped ["kmq-deliveries", "kmq-cause", "kmq-error", "kmq-due", "kmq-expires", @redriven]
+
+  defp message(letter, run) do
+    home = letter.origin && elem(letter.origin, 0)
+    target = run.to || run.topic
+    stays? = target == run.topic or target == home
+    dropped = [run.count_header | if(stays?, do: @dropped, else: ["kmq-group" | @dropped])]
+    mine = {@redriven, "#{letter.topic}/#{letter.partition}/#{letter.offset} #{letter.cause}"}
+    headers = Enum.reject(letter.headers, fn {name, _} -> name in dropped end) ++ [mine]
+    options = [key: letter.key, headers: headers]
+
+    {target, letter.value,
+     if(run.to, do: options, else: [{:partition, letter.partition} | options])}
+  end
+
+  defp commit(_admin, %{dry_run: true}, _partition, _offset), do: :ok
+
+  defp commit(admin, run, partition, offset) do
+    native(:kmq_nif.admin_commit(admin, run.dead_letter_topic, partition, offset, @read_ms))
+  end
+end
