@@ -1,0 +1,141 @@
+defmodule Kmq.CommandLine do
+  @moduledoc false
+  # What the mix tasks share: arguments, plain and JSON output, exit codes. 0 = done, 1 = it failed, 2 = wrong arguments.
+
+  alias Kmq.Error
+
+  @common [hosts: :string, options: :string, json: :boolean, help: :boolean]
+
+  @doc """
+  Parses, starts Kmq, calls `fun` with words, options and the connection, and ends the task as its result says:
+  `:ok`, `{:error, %Kmq.Error{}}`, or `{:usage, text}`.
+  """
+  @spec run([String.t()], String.t(), keyword, ([String.t()], keyword, keyword -> term)) :: :ok
+  def run(args, usage, switches, fun) do
+    {options, words, wrong} = OptionParser.parse(args, strict: @common ++ switches)
+
+    cond do
+      options[:help] ->
+        IO.puts(usage)
+
+      wrong != [] ->
+        bad_usage("unknown or incomplete option #{wrong |> hd() |> elem(0)}")
+
+      true ->
+        Mix.Task.run("app.start")
+        Logger.configure(level: :error)
+        finish(call(fun, words, options))
+    end
+  end
+
+  defp call(fun, words, options) do
+    fun.(words, options, connection(options))
+  rescue
+    # Bad values of options: the caller's mistake, told without a stack trace.
+    error in ArgumentError -> {:usage, Exception.message(error)}
+    error in Error -> {:error, error}
+  end
+
+  defp connection(options) do
+    [hosts: options[:hosts] || "localhost:9092"] ++ file(options[:options])
+  end
+
+  # Further options of Kmq (client_config, kafka_config, marker_topic ...) as an Elixir keyword list.
+  defp file(nil), do: []
+
+  defp file(path) do
+    case File.read(path) do
+      {:ok, text} ->
+        {options, _binding} = Code.eval_string(text, [], file: path)
+        Keyword.keyword?(options) || raise ArgumentError, "#{path} holds no keyword list"
+        Keyword.delete(options, :hosts)
+
+      {:error, reason} ->
+        raise ArgumentError, "cannot read #{path}: #{:file.format_error(reason)}"
+    end
+  end
+
+  defp finish(:ok), do: :ok
+
+  defp finish({:error, %Error{reason: :invalid_option} = error}), do: bad_usage(error.message)
+
+  defp finish({:error, error}) do
+    IO.puts(:stderr, "error: " <> Exception.message(error))
+    exit({:shutdown, 1})
+  end
+
+  defp finish({:usage, text}), do: bad_usage(text)
+
+  defp bad_usage(text) do
+    IO.puts(:stderr, "#{text}\nsee --help")
+    exit({:shutdown, 2})
+  end
+
+  @doc "Key, value and such on lines, or as JSON."
+  @spec put(term, keyword, (term -> iodata)) :: :ok
+  def put(value, options, plain) do
+    IO.puts(if(options[:json], do: json(value), else: plain.(value)))
+  end
+
+  @doc "Rows under each other, the first one the heads."
+  @spec table([[term]]) :: iodata
+  def table(rows) do
+    rows = for row <- rows, do: Enum.map(row, &cell/1)
+
+    widths =
+      rows |> Enum.zip_with(fn column -> column |> Enum.map(&String.length/1) |> Enum.max() end)
+
+    rows
+    |> Enum.map(fn row ->
+      row
+      |> Enum.zip_with(widths, &String.pad_trailing/2)
+      |> Enum.join("  ")
+      |> String.trim_trailing()
+    end)
+    |> Enum.intersperse("\n")
+  end
+
+  defp cell(nil), do: "-"
+  defp cell(text) when is_binary(text), do: printable(text)
+  defp cell(other), do: to_string(other)
+
+  @doc "Bytes for a person."
+  @spec printable(binary | nil) :: String.t()
+  def printable(nil), do: "-"
+  def printable(text), do: if(String.printable?(text), do: text, else: inspect(text, limit: 40))
+
+  @doc "JSON; bytes that are no text are `{\"base64\": ...}`."
+  @spec json(term) :: iodata
+  def json(nil), do: "null"
+  def json(value) when is_boolean(value) or is_number(value), do: to_string(value)
+  def json(value) when is_atom(value), do: json(Atom.to_string(value))
+
+  def json(value) when is_binary(value) do
+    if String.valid?(value),
+      do: [?", escape(value), ?"],
+      else: json(%{base64: Base.encode64(value)})
+  end
+
+  def json(list) when is_list(list), do: [?[, Enum.map_intersperse(list, ?,, &json/1), ?]]
+
+  def json(map) when is_map(map) do
+    pairs =
+      map |> Enum.sort() |> Enum.map_intersperse(?,, fn {k, v} -> [json(k), ?:, json(v)] end)
+
+    [?{, pairs, ?}]
+  end
+
+  defp escape(text) do
+    for <<char::utf8 <- text>>, into: "" do
+      case char do
+        ?" -> "\\\""
+        ?\\ -> "\\\\"
+        ?\n -> "\\n"
+        ?\r -> "\\r"
+        ?\t -> "\\t"
+        c when c < 0x20 -> "\\u" <> String.pad_leading(Integer.to_string(c, 16), 4, "0")
+        c -> <<c::utf8>>
+      end
+    end
+  end
+end

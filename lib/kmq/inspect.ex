@@ -1,0 +1,295 @@
+defmodule Kmq.Inspect do
+  @moduledoc false
+  # What of a queue is open, read from its topics by one that is no member of any group. For a look now and then: it reads all
+  # markers that the tracker would read after a restart, and keeps an entry for each open message.
+
+  import Bitwise
+  alias Kmq.{Config, Error, Tracker}
+
+  @timeout_ms 15_000
+  @chunk 1_000
+
+  @type partition :: %{
+          topic: String.t(),
+          partition: non_neg_integer,
+          end_offset: non_neg_integer,
+          committed: non_neg_integer | nil,
+          lag: non_neg_integer,
+          markers: non_neg_integer,
+          open: non_neg_integer,
+          parked: non_neg_integer,
+          oldest: non_neg_integer | nil,
+          oldest_since_ms: integer | nil,
+          next_due_ms: integer | nil
+        }
+
+  @spec partitions(keyword) :: {:ok, [partition]} | {:error, Error.t()}
+  def partitions(options) do
+    with {:ok, config} <- Config.new(options, :tracker) do
+      with_admin(config.admin_props, config.group_id, fn queue ->
+        tracker_group = Tracker.tracker_group(config.group_id)
+
+        with_admin(config.admin_props, tracker_group, fn markers ->
+          config.topics |> collect(&topic(queue, markers, config, &1))
+        end)
+      end)
+    end
+  end
+
+  defp with_admin(props, group, fun) do
+    case native(:kmq_nif.admin_open([{"group.id", group} | List.keydelete(props, "group.id", 0)])) do
+      {:ok, admin} ->
+        try do
+          fun.(admin)
+        after
+          :kmq_nif.admin_close(admin)
+        end
+
+      error ->
+        error
+    end
+  end
+
+  defp topic(queue, markers, config, topic) do
+    marker_topic = config.marker_topics[topic]
+
+    with {:ok, n} <- size(queue, topic),
+         {:ok, _n} <- size(queue, marker_topic),
+         {:ok, commits} <- commits(queue, topic, n),
+         {:ok, marker_commits} <- commits(markers, marker_topic, n) do
+      collect(0..(n - 1), fn partition ->
+        with {:ok, {low, high}} <-
+               native(:kmq_nif.admin_watermarks(queue, topic, partition, @timeout_ms)),
+             {:ok, {first, last}} <-
+               native(:kmq_nif.admin_watermarks(markers, marker_topic, partition, @timeout_ms)),
+             from = max(marker_commits[partition] || first, first),
+             {:ok, book} <-
+               read(markers, marker_topic, partition, from, last, book(config, topic)) do
+          {:ok, [row(topic, partition, {low, high}, commits[partition], last - from, book)]}
+        end
+      end)
+    end
+  end
+
+  defp row(topic, partition, {low, high}, committed, markers, book) do
+    {oldest, lease} = Enum.min(book.open, fn -> {nil, nil} end)
+
+    %{
+      topic: topic,
+      partition: partition,
+      end_offset: high,
+      committed: committed,
+      lag: high - (committed || low),
+      markers: markers,
+      open: map_size(book.open),
+      parked: Enum.count(book.open, fn {_, lease} -> lease.kind == :parked end),
+      oldest: oldest,
+      oldest_since_ms: lease && lease.since,
+      next_due_ms:
+        book.open |> Enum.map(fn {_, lease} -> lease.due end) |> Enum.min(fn -> nil end)
+    }
+  end
+
+  defp size(admin, topic) do
+    case native(:kmq_nif.admin_partitions(admin, topic, @timeout_ms)) do
+      {:ok, {0, _}} ->
+        {:error, Error.new(:topic_missing, "topic #{inspect(topic)} does not exist")}
+
+      {:ok, {n, _}} ->
+        {:ok, n}
+
+      error ->
+        error
+    end
+  end
+
+  defp commits(admin, topic, n) do
+    asked = for partition <- 0..(n - 1), do: {topic, partition}
+
+    with {:ok, list} <- native(:kmq_nif.admin_committed(admin, asked, @timeout_ms)),
+         do: {:ok, for({_, p, offset} <- list, offset >= 0, into: %{}, do: {p, offset})}
+  end
+
+  defp read(_admin, _topic, _partition, from, last, book) when from >= last, do: {:ok, book}
+
+  defp read(admin, topic, partition, from, last, book) do
+    n = min(@chunk, last - from)
+
+    with {:ok, records} <-
+           native(:kmq_nif.admin_read(admin, topic, partition, from, n, @timeout_ms)) do
+      read(admin, topic, partition, from + n, last, Enum.reduce(records, book, &apply_record/2))
+    end
+  end
+
+  defp collect(items, fun) do
+    Enum.reduce_while(items, {:ok, []}, fn item, {:ok, acc} ->
+      case fun.(item) do
+        {:ok, list} -> {:cont, {:ok, acc ++ list}}
+        error -> {:halt, error}
+      end
+    end)
+  end
+
+  defp native({:error, error}), do: {:error, Error.from_native(error, "inspect")}
+  defp native(result), do: result
+
+  # ---- the fold over markers: guides/format.md
+
+  defp book(config, topic) do
+    # touched: opened or ended since the place where reading began, so that an older state in a CHECKPOINT is of no interest
+    %{
+      open: %{},
+      touched: MapSet.new(),
+      now: 0,
+      crc: :erlang.crc32([topic, 0, config.group_id]),
+      group: config.group_id
+    }
+  end
+
+  @doc false
+  def apply_record({_offset, ts, key, value, headers, _, _, _}, book) do
+    book = %{book | now: max(book.now, ts)}
+    crc = book.crc
+
+    case {key, value} do
+      {<<_::32, -1::signed-64>>, <<0, 0x4B, 1, type, ^crc::32, body::binary>>} ->
+        range(type, body, book)
+
+      {<<_::32, offset::64>>, <<0>>} ->
+        close([offset], book)
+
+      {<<_::32, offset::64>>, <<1, ms::64, _::binary>>} ->
+        if List.keyfind(headers, "kmq-group", 0, {nil, book.group}) |> elem(1) == book.group,
+          do: single(offset, ms, Map.new(headers), book),
+          else: book
+
+      _foreign ->
+        book
+    end
+  rescue
+    # Not a marker, whatever it looks like.
+    MatchError -> book
+  end
+
+  defp single(offset, ms, headers, book) do
+    case headers["kmq-cause"] do
+      none when none in [nil, "crash"] -> open([offset], book, book.now + ms, :lease)
+      "parked" -> open([offset], book, String.to_integer(headers["kmq-due"]), :parked)
+      "extended" -> renew([offset], book, book.now + ms, [:lease], :lease)
+      _retry -> renew([offset], book, book.now + ms, [:lease, :retry, :parked], :retry)
+    end
+  end
+
+  defp range(1, body, book) do
+    {offsets, rest} = set(body)
+    {lease, _} = uvar(rest)
+    open(offsets, book, book.now + lease, :lease)
+  end
+
+  defp range(2, body, book) do
+    {offsets, _cause} = set(body)
+    close(offsets, book)
+  end
+
+  defp range(3, body, book) do
+    {offsets, rest} = set(body)
+    {lease, _} = uvar(rest)
+    renew(offsets, book, book.now + lease, [:lease], :lease)
+  end
+
+  defp range(4, body, book) do
+    {offsets, rest} = set(body)
+    {delay, _} = uvar(rest)
+    renew(offsets, book, book.now + delay, [:lease, :retry, :parked], :retry)
+  end
+
+  defp range(5, body, book) do
+    {offsets, rest} = set(body)
+    {due, _} = uvar(rest)
+    open(offsets, book, due, :parked)
+  end
+
+  # What was open before the place where reading begins; what came after it is known better already.
+  defp range(6, body, book) do
+    {_as_of, rest} = uvar(body)
+    {_part, rest} = uvar(rest)
+    {_parts, rest} = uvar(rest)
+    {n, rest} = uvar(rest)
+    entries(book, n, rest)
+  end
+
+  defp range(_clock, _body, book), do: book
+
+  defp entries(book, 0, _rest), do: book
+
+  defp entries(book, n, bytes) do
+    {offsets, rest} = set(bytes)
+    {due, <<_cause, flags, rest::binary>>} = uvar(rest)
+    kind = if (flags &&& 4) != 0, do: :parked, else: :lease
+    lease = %{due: due, kind: kind, since: nil}
+    untouched = Enum.reject(offsets, &MapSet.member?(book.touched, &1))
+    open = Enum.reduce(untouched, book.open, &Map.put_new(&2, &1, lease))
+    entries(%{book | open: open}, n - 1, rest)
+  end
+
+  defp open(offsets, book, due, kind) do
+    lease = %{due: due, kind: kind, since: book.now}
+    %{touch(offsets, book) | open: Enum.reduce(offsets, book.open, &Map.put(&2, &1, lease))}
+  end
+
+  defp close(offsets, book), do: %{touch(offsets, book) | open: Map.drop(book.open, offsets)}
+
+  defp touch(offsets, book),
+    do: %{book | touched: Enum.reduce(offsets, book.touched, &MapSet.put(&2, &1))}
+
+  defp renew(offsets, book, due, kinds, kind) do
+    open =
+      Enum.reduce(offsets, book.open, fn offset, open ->
+        case open do
+          %{^offset => lease} ->
+            if lease.kind in kinds,
+              do: %{open | offset => %{lease | due: due, kind: kind}},
+              else: open
+
+          _not_open ->
+            open
+        end
+      end)
+
+    %{book | open: open}
+  end
+
+  defp set(bytes) do
+    {base, <<form, rest::binary>>} = uvar(bytes)
+    {n, rest} = uvar(rest)
+    if form == 0, do: runs(n, base, rest, []), else: bitmap(n, base, rest)
+  end
+
+  defp runs(0, _at, rest, acc), do: {acc |> Enum.reverse() |> Enum.concat(), rest}
+
+  defp runs(n, at, bytes, acc) do
+    {gap, rest} = uvar(bytes)
+    {length, rest} = uvar(rest)
+    from = at + gap
+    runs(n - 1, from + length, rest, [Enum.to_list(from..(from + length - 1)//1) | acc])
+  end
+
+  defp bitmap(bits, base, bytes) do
+    size = div(bits + 7, 8)
+    <<map::binary-size(size), rest::binary>> = bytes
+
+    offsets =
+      for {byte, i} <- Enum.with_index(:binary.bin_to_list(map)),
+          bit <- 0..7,
+          (byte &&& 1 <<< bit) != 0,
+          do: base + i * 8 + bit
+
+    {offsets, rest}
+  end
+
+  defp uvar(bytes), do: uvar(bytes, 0, 0)
+  defp uvar(<<0::1, bits::7, rest::binary>>, shift, acc), do: {acc ||| bits <<< shift, rest}
+
+  defp uvar(<<1::1, bits::7, rest::binary>>, shift, acc) when shift < 64,
+    do: uvar(rest, shift + 7, acc ||| bits <<< shift)
+end

@@ -1,0 +1,62 @@
+defmodule Mix.Tasks.Kmq.Inspect do
+  @shortdoc "What of a queue is open, by partition"
+  @moduledoc """
+  Shows of each partition of a queue: what is not handed out yet, what is open, since when, and when something is due.
+
+      mix kmq.inspect --topic orders --group shop
+
+  | column | |
+  |---|---|
+  | LAG | messages behind the group's commit: not handed out yet |
+  | OPEN | handed out or waiting (for a retry, for their time) and not settled |
+  | PARKED | of these, delayed messages |
+  | OLDEST | the lowest open offset, and for how long its marker is there |
+  | NEXT DUE | when the first of them is due, if nothing happens before |
+  | MARKERS | markers a tracker reads after a restart |
+
+  It reads them as well, as one that belongs to no group: it disturbs nobody, and takes a while where there are millions.
+
+    * `--topic` - the queue topic; several times for several
+    * `--group` - the consumer group
+    * `--hosts` - brokers to ask first (`localhost:9092`)
+    * `--options` - a file with a keyword list of further options of the pipeline
+    * `--json` - all numbers as JSON, times in ms since 1970
+
+  The exit code is 0, 1 when the cluster cannot be asked, 2 for wrong arguments.
+  """
+  use Mix.Task
+
+  import Kmq.CommandLine
+
+  @impl true
+  def run(args), do: run(args, @moduledoc, [topic: :keep, group: :string], &show/3)
+
+  defp show([], options, connection) do
+    pipeline =
+      connection ++ [topics: Keyword.get_values(options, :topic), group_id: options[:group] || ""]
+
+    with {:ok, partitions} <- Kmq.Inspect.partitions(pipeline) do
+      put(%{partitions: partitions}, options, fn _ -> plain(partitions) end)
+    end
+  end
+
+  defp show(_words, _options, _connection), do: {:usage, "expected no words, only options"}
+
+  defp plain(partitions) do
+    now = System.os_time(:millisecond)
+    heads = ["TOPIC", "PARTITION", "LAG", "OPEN", "PARKED", "OLDEST", "NEXT DUE", "MARKERS"]
+
+    rows =
+      for p <- partitions do
+        oldest = p.oldest && "#{p.oldest}#{age(now, p.oldest_since_ms)}"
+        due = p.next_due_ms && "in #{seconds(p.next_due_ms - now)}"
+        [p.topic, p.partition, p.lag, p.open, p.parked, oldest, due, p.markers]
+      end
+
+    table([heads | rows])
+  end
+
+  defp age(_now, nil), do: ""
+  defp age(now, since), do: " (#{seconds(now - since)})"
+  defp seconds(ms), do: "#{Float.round(ms / 1_000, 1)} s"
+end

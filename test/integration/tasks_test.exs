@@ -1,0 +1,5 @@
+defmodule Kmq.Integration.TasksTest do
+  use Kmq.Test.ClusterCase, on: :kafka
+
+  run_bodies(Kmq.Test.Bodies.Tasks)
+end

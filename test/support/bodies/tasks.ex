@@ -1,0 +1,137 @@
+defmodule Kmq.Test.Bodies.Tasks do
+  @moduledoc false
+  # The mix tasks as an operator uses them: output, JSON and exit codes.
+
+  use Kmq.Test.ClusterCase.Bodies
+
+  import ExUnit.CaptureIO
+  alias Mix.Tasks.Kmq, as: Tasks
+
+  # {exit code, standard output, standard error}
+  defp mix(task, args, input \\ "") do
+    level = Logger.level()
+    self = self()
+
+    err =
+      capture_io(:stderr, fn ->
+        out =
+          capture_io(input, fn ->
+            code =
+              try do
+                task.run(args)
+                0
+              catch
+                :exit, {:shutdown, code} -> code
+              end
+
+            send(self, {:code, code})
+          end)
+
+        send(self, {:out, out})
+      end)
+
+    Logger.configure(level: level)
+    assert_received {:code, code}
+    assert_received {:out, out}
+    {code, out, err}
+  end
+
+  body "topics, publish, inspect and dead letters from the command line", %{cluster: cluster} do
+    topic = queue(cluster, 2)
+    group = unique("g")
+    hosts = ["--hosts", cluster.hosts]
+    of = ["--topic", topic, "--group", group] ++ hosts
+
+    if cluster.kind == :kafka do
+      {1, "", err} = mix(Tasks.Topics, ["check" | of])
+      assert err =~ "kafka-topics.sh" and err =~ Kmq.Topics.marker_topic(topic, group)
+    end
+
+    assert {0, out, ""} = mix(Tasks.Topics, ["create" | of])
+    assert out =~ ~r/TOPIC\s+PARTITIONS\n#{topic}\s+2\n/
+    assert {0, out, ""} = mix(Tasks.Topics, ["check", "--json" | of])
+    assert out == ~s({"partitions":{"#{topic}":2}}\n)
+
+    assert {0, out, ""} =
+             mix(
+               Tasks.Publish,
+               [topic, "one", "--key", "k", "--partition", "0", "--tag", "a"] ++ hosts
+             )
+
+    assert out == "#{topic}, partition 0, offset 0\n"
+
+    assert {0, "3 messages\n", ""} =
+             mix(
+               Tasks.Publish,
+               [topic, "--partition", "1", "--header", "h=1"] ++ hosts,
+               "a\nb\nc\n"
+             )
+
+    assert {0, out, ""} = mix(Tasks.Inspect, ["--json" | of])
+    assert out =~ ~s("lag":1) and out =~ ~s("lag":3)
+
+    consumer = consumer(options(cluster, topic, group_id: group))
+    [bad | _] = messages = pull(consumer, 4)
+    assert Kmq.reject(bad, ~s(quotes " and\nlines)) == :ok
+    dead = topic <> "__undelivered"
+    await_records(cluster, dead, 2, 1)
+
+    eventually(
+      fn ->
+        {0, out, ""} = mix(Tasks.Inspect, of)
+        rows = out |> String.split("\n", trim: true) |> tl() |> Enum.map(&String.split/1)
+        assert Enum.map(rows, &Enum.take(&1, 3)) == [[topic, "0", "0"], [topic, "1", "0"]]
+        assert rows |> Enum.map(&String.to_integer(Enum.at(&1, 3))) |> Enum.sum() == 3
+      end,
+      10_000
+    )
+
+    assert Kmq.ack(messages -- [bad], sync: true) == :ok
+    assert {0, out, ""} = mix(Tasks.DeadLetters, ["list", topic] ++ hosts)
+    assert out =~ ~r/PARTITION\s+OFFSET\s+KEY\s+CAUSE/
+    assert out =~ ~r/#{bad.partition}\s+0\s+\S+\s+rejected\s+1/
+    assert {0, out, ""} = mix(Tasks.DeadLetters, ["list", topic, "--json"] ++ hosts)
+    assert out =~ ~s("error":"quotes \\" and\\nlines") and out =~ ~s("cause":"rejected")
+
+    assert {0, out, ""} =
+             mix(Tasks.DeadLetters, ["list", topic, "--json", "--cause", "crash"] ++ hosts)
+
+    assert out == ""
+    show = ["show", topic, "#{bad.partition}", "0"] ++ hosts
+    assert {0, out, ""} = mix(Tasks.DeadLetters, show)
+    assert out =~ ~r/origin\s+#{topic}\/#{bad.partition}\/#{bad.offset}/
+    assert String.ends_with?(out, bad.value <> "\n")
+
+    assert {0, out, _} = mix(Tasks.DeadLetters, ["redrive", topic, "--dry-run"] ++ hosts)
+    assert out == "1 would go back, 0 were left alone, 1 of 1 read\n"
+    assert {0, out, ""} = mix(Tasks.DeadLetters, ["redrive", topic, "--json"] ++ hosts)
+    assert out == ~s({"read":1,"redriven":1,"skipped":0,"total":1}\n)
+    [again] = pull(consumer, 1)
+    assert {again.id, again.attempt} == {bad.id, 1}
+    assert Kmq.ack(again, sync: true) == :ok
+  end
+
+  body "wrong arguments are 2, a cluster that is not there is 1, help is help", %{
+    cluster: cluster
+  } do
+    hosts = ["--hosts", cluster.hosts]
+
+    for task <- [Tasks.Topics, Tasks.Publish, Tasks.Inspect, Tasks.DeadLetters] do
+      assert {0, out, ""} = mix(task, ["--help"])
+      assert out =~ "mix kmq." and out =~ "exit code"
+      assert {2, "", err} = mix(task, ["--no-such-option"])
+      assert err =~ "--no-such-option" and err =~ "--help"
+      assert {2, "", _} = mix(task, ["surplus", "words", "here"] ++ hosts)
+    end
+
+    assert {2, "", err} = mix(Tasks.Publish, ["t", "v", "--delay", "-5"] ++ hosts)
+    assert err =~ ":delay"
+    assert {2, "", err} = mix(Tasks.Publish, ["t", "v", "--at", "tomorrow"] ++ hosts)
+    assert err =~ "tomorrow"
+    assert {2, "", _} = mix(Tasks.DeadLetters, ["list", "t", "--since", "long ago"] ++ hosts)
+    assert {2, "", _} = mix(Tasks.Topics, ["check", "--group", "g"] ++ hosts)
+    nobody = ["--hosts", "localhost:1", "--topic", "t", "--group", "g"]
+    assert {1, "", err} = mix(Tasks.Topics, ["check" | nobody])
+    assert err =~ "error: no broker"
+  end
+end
