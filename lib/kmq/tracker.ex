@@ -351,7 +351,7 @@ defmodule Kmq.Tracker do
       reason: reason
     })
 
-    down = %{state | port: nil, calls: %{}}
+    down = %{state | port: nil, os_pid: nil, calls: %{}}
 
     if state.status == :ending do
       {:stop, :normal, down}
@@ -444,6 +444,7 @@ defmodule Kmq.Tracker do
       tracker_group: tracker_group(config.group_id),
       format: config.marker_format,
       max_redeliveries: config.max_redeliveries,
+      backoff: Kmq.Backoff.to_text(config.backoff),
       count_header: config.count_header,
       rate: config.redelivery_rate,
       trim_markers: config.trim_markers,

@@ -6,7 +6,7 @@ defmodule Mix.Tasks.Kmq.Tracker do
       mix kmq.tracker --config tracker.conf
       mix kmq.tracker --print
 
-  It runs in the foreground and writes one line per event to stdout; Ctrl-C or SIGTERM end it in an orderly way. Pipelines of the
+  It runs in the foreground and writes one line per event to stdout; SIGTERM, or Ctrl-C twice, ends it in an orderly way. Pipelines of the
   group then say `tracker: :external`. `--print` says where the program is: it needs no Erlang, and can be copied and started by
   itself (`kmq_tracker --config FILE`) where librdkafka is installed.
 

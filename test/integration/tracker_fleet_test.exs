@@ -1,0 +1,205 @@
+defmodule Kmq.Integration.TrackerFleetTest do
+  # Two to four trackers over sixteen partitions that are joined, stopped, killed, frozen and woken at random under load. KMQ_SEED
+  # repeats a run as far as chance is ours; KMQ_LONG=1 runs for ten minutes.
+  use ExUnit.Case
+  import Kmq.Test.Eventually
+
+  alias Kmq.Test.{Checker, Scene, VM}
+  alias Kmq.Tracker
+
+  @moduletag :integration
+  @moduletag :capture_log
+  @long System.get_env("KMQ_LONG") == "1"
+  @ms if @long, do: 600_000, else: 12_000
+  @n if @long, do: 150_000, else: 6_000
+  @fail_every 3
+
+  setup_all do
+    %{hosts: Kmq.Test.Kafka.bootstrap()}
+  end
+
+  @tag timeout: @ms + 180_000
+  test "none is lost, and every partition is served soon after" do
+    scene = Scene.new(partitions: 16, tracker: :external, redelivery_rate: 2_000)
+    :rand.seed(:exsss, {Scene.seed(), 7, 7})
+    options = Keyword.delete(scene.options, :tracker)
+    fleet = Enum.reduce(1..2, %{}, fn _, fleet -> join(fleet, options) end)
+    :ok = Scene.work(scene, nil, fail_every: @fail_every)
+
+    parent = self()
+    publisher = Task.async(fn -> publish(scene, parent) end)
+    until = System.monotonic_time(:millisecond) + @ms
+    fleet = trouble(fleet, options, until, %{})
+    :ok = Task.await(publisher, :infinity)
+    calm = System.monotonic_time(:millisecond)
+
+    checker = Scene.await_all(scene, @n, 60_000)
+
+    IO.puts(
+      :stderr,
+      "all handled #{System.monotonic_time(:millisecond) - calm} ms after the last fault"
+    )
+
+    failed = div(@n + @fail_every - 1, @fail_every)
+    assert map_size(checker.failed) == failed
+    assert Scene.dead(scene) == 0
+    doubles = Scene.copies(scene, @n) - failed
+    IO.puts(:stderr, "#{doubles} copies more than failures")
+
+    # every partition has one tracker that is caught up, and nothing is open
+    eventually(
+      fn ->
+        parts =
+          for {_, tracker} <- fleet,
+              {:ok, info} <- [Tracker.info(tracker)],
+              p <- info.partitions,
+              do: p
+
+        assert parts |> Enum.map(& &1.partition) |> Enum.sort() == Enum.to_list(0..15)
+        assert Enum.all?(parts, &(&1.state == :ready and &1.open == 0 and &1.due == 0))
+        true
+      end,
+      30_000
+    )
+
+    for {id, _} <- fleet, do: stop_supervised!(id)
+    assert Checker.missing(Scene.check(scene, @n)) == []
+  end
+
+  # In step with the time there is, so that trouble meets load.
+  defp publish(scene, _parent) do
+    size = 200
+    steps = div(@n, size)
+
+    for step <- 0..(steps - 1) do
+      Scene.publish(scene, (step * size)..((step + 1) * size - 1))
+      Process.sleep(div(@ms, steps + 5))
+    end
+
+    :ok
+  end
+
+  defp join(fleet, options) do
+    id = {:tracker, System.unique_integer()}
+    tracker = start_supervised!(Supervisor.child_spec({Tracker, options}, id: id))
+    Map.put(fleet, id, tracker)
+  end
+
+  # frozen: os_pid => when it is woken
+  defp trouble(fleet, options, until, frozen) do
+    now = System.monotonic_time(:millisecond)
+    {awake, frozen} = Enum.split_with(frozen, fn {_, at} -> at <= now or now >= until end)
+    for {os_pid, _} <- awake, do: VM.signal(os_pid, :cont)
+    frozen = Map.new(frozen)
+
+    if now >= until do
+      fleet
+    else
+      {fleet, frozen} = fault(:rand.uniform(4), fleet, options, frozen, now)
+      Process.sleep(300 + :rand.uniform(1_200))
+      trouble(fleet, options, until, frozen)
+    end
+  end
+
+  defp fault(1, fleet, options, frozen, _now) when map_size(fleet) < 4,
+    do: {join(fleet, options), frozen}
+
+  defp fault(2, fleet, _options, frozen, _now) when map_size(fleet) > 2 do
+    {id, _} = Enum.random(fleet)
+    # one that is frozen would not end in an orderly way, and so is killed
+    stop_supervised!(id)
+    {Map.delete(fleet, id), frozen}
+  end
+
+  defp fault(3, fleet, _options, frozen, now) do
+    with {:ok, os_pid} <- os_pid(fleet), false <- Map.has_key?(frozen, os_pid) do
+      VM.signal(os_pid, :stop)
+      # shorter than a session of 2 s, or longer
+      {fleet, Map.put(frozen, os_pid, now + 500 + :rand.uniform(4_000))}
+    else
+      _ -> {fleet, frozen}
+    end
+  end
+
+  defp fault(_kill, fleet, _options, frozen, _now) do
+    with {:ok, os_pid} <- os_pid(fleet), do: VM.signal(os_pid, :kill)
+    {fleet, frozen}
+  end
+
+  # Not asked of the program: it may be frozen.
+  defp os_pid(fleet) do
+    {_, tracker} = Enum.random(fleet)
+
+    case :sys.get_state(tracker) do
+      %{port: port, os_pid: os_pid} when port != nil and os_pid != nil -> {:ok, os_pid}
+      _ -> :none
+    end
+  end
+end
+
+defmodule Kmq.Integration.TrackerHeartbeatTest do
+  # Exactly one program for each configured tracker: ended, or silent, it is started again, and a pipeline does not notice.
+  use Kmq.Test.ClusterCase, on: :kafka
+
+  alias Kmq.Test.VM
+  alias Kmq.Tracker
+
+  test "a frozen program is killed and started again, its pipeline goes on", %{cluster: cluster} do
+    Application.put_env(:kmq, :tracker_beat_ms, 300)
+    on_exit(fn -> Application.delete_env(:kmq, :tracker_beat_ms) end)
+    topic = queue(cluster, 1)
+    consumer = consumer(options(cluster, topic, lease: 1_000))
+    publish(cluster, topic, ["a"])
+    assert [message] = pull(consumer, 1)
+    [{_, tracker, _, _}] = DynamicSupervisor.which_children(Kmq.TrackerSupervisor)
+
+    {:ok, %{os_pid: first, restarts: 0}} =
+      eventually(fn -> with {:error, _} <- Tracker.info(tracker), do: nil end)
+
+    VM.signal(first, :stop)
+
+    assert {:ok, %{restarts: 1, os_pid: second}} =
+             eventually(
+               fn ->
+                 with {:ok, %{restarts: n} = info} when n > 0 <- Tracker.info(tracker),
+                      do: {:ok, info},
+                      else: (_ -> nil)
+               end,
+               10_000
+             )
+
+    assert second != first
+    refute VM.os_alive?(first)
+    assert [_one] = for({_, "kmq_tracker"} = program <- VM.port_programs(), do: program)
+    assert :ok = Kmq.ack(message)
+  end
+
+  test "killed twenty times: one program in the end, and none besides", %{cluster: cluster} do
+    topic = queue(cluster, 1)
+    options = options(cluster, topic)
+    {:ok, _} = Kmq.Topics.prepare(Kmq.Config.new!(options, :consumer))
+    tracker = start_supervised!({Tracker, Keyword.drop(options, [:fetch_config, :group_config])})
+
+    for i <- 1..20 do
+      VM.signal(eventually(fn -> :sys.get_state(tracker).os_pid end), :kill)
+      eventually(fn -> :sys.get_state(tracker).restarts == i end)
+      # without waiting for the pause
+      send(tracker, :open)
+    end
+
+    eventually(
+      fn -> match?({:ok, %{partitions: [%{state: :ready}]}}, Tracker.info(tracker)) end,
+      20_000
+    )
+
+    assert [{os_pid, _}] = for({_, "kmq_tracker"} = program <- VM.port_programs(), do: program)
+    # no descriptor of this VM's went along: frames in and out, stderr, and its own
+    fds =
+      for fd <- File.ls!("/proc/#{os_pid}/fd"),
+          {:ok, to} <- [File.read_link("/proc/#{os_pid}/fd/#{fd}")],
+          do: to
+
+    refute Enum.any?(fds, &(&1 =~ "beam" or &1 =~ ".beam"))
+    assert length(fds) < 60
+  end
+end
