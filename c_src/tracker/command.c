@@ -7,7 +7,7 @@
  *
  *   configure       #{props := [{Name, Value}],                  librdkafka's properties; secrets travel here, never in argv
  *                     group := Bin, tracker_group := Bin, queues := [#{topic := Bin, markers := Bin, dead_letters := Bin, copies := Bin}],
- *                     format => range | kmq, max_redeliveries => N, count_header => Bin, rate => N,
+ *                     format => range | kmq, max_redeliveries => N, backoff => Bin, count_header => Bin, rate => N,
  *                     checkpoint_records => N, checkpoint_pause_ms => Ms, checkpoint_age_ms => Ms, trim_markers => true | false, trim_records => N}
  *                                                                -> ok | {error, already_configured | {badarg, Field}}
  *   info            _                                            -> #{state, uptime_ms, partitions => [#{...}], ...}
@@ -83,6 +83,14 @@ static bool set_text(const char *bytes, int *at, char **field)
     free(*field);
     *field = text;
     return true;
+}
+
+static bool set_spacing(const char *bytes, int *at, tracker_spacing *field)
+{
+    char *text = take_text(bytes, at);
+    bool ok = text && tracker_spacing_parse(text, field);
+    free(text);
+    return ok;
 }
 
 static bool set_number(const char *bytes, int *at, int64_t *field)
@@ -208,6 +216,8 @@ const char *tracker_config_decode(const tracker_command *command, tracker_config
             wrong = "format", ok = set_format(bytes, &at, config);
         else if (strcmp(key, "max_redeliveries") == 0)
             wrong = "max_redeliveries", ok = set_number(bytes, &at, &config->max_redeliveries);
+        else if (strcmp(key, "backoff") == 0)
+            wrong = "backoff", ok = set_spacing(bytes, &at, &config->spacing);
         else if (strcmp(key, "rate") == 0)
             wrong = "rate", ok = set_number(bytes, &at, &config->rate);
         else if (strcmp(key, "trim_markers") == 0)

@@ -497,7 +497,7 @@ static void malformed_tell(tracker *t, tracker_part *part)
 
 static void gauges(tracker *t)
 {
-    int64_t waiting = (int64_t)t->pauses.n;
+    int64_t waiting = (int64_t)(t->pauses.n + kmq_heap_count(&t->spaced));
     for (size_t i = 0; i < t->config.n_queues; i++)
         waiting += (int64_t)(t->queues[i].copies.waits.n + t->queues[i].dead_letters.waits.n);
     for (tracker_part *part = t->parts; part; part = part->next) malformed_tell(t, part);
@@ -810,6 +810,8 @@ static void farewell(tracker *t)
 static tracker *open_loop(int in_fd, int out_fd, int signal_fd)
 {
     tracker *t = tracker_alloc(sizeof *t);
+    kmq_alloc libc = kmq_alloc_libc();
+    kmq_heap_init(&t->spaced, &libc);
     frame_in_init(&t->in, in_fd, FRAME_MAX_BYTES);
     frame_out_init(&t->out, out_fd, OUT_BYTES);
     t->signal_fd = signal_fd;

@@ -64,6 +64,46 @@ static void waits_release(tracker_waits *waits, int64_t now_ms)
     }
 }
 
+/* ------------------------------------------------------------------ backoff */
+
+typedef struct spaced {
+    kmq_heap_item item; /* its deadline in ms of the monotonic clock */
+    tracker_part *part;
+    int64_t offset;
+} spaced;
+
+/* A lapsed lease or a time limit says nothing about a delay: the next attempt waits as the backoff has it. The count is in
+ * the message's headers, the moment in the book, so that this needs no memory of its own across restarts. */
+static bool space(tracker *t, tracker_item *item)
+{
+    bool by_itself = item->cause == KMQ_RETRY_CRASH || item->cause == KMQ_RETRY_TIMEOUT;
+    if (!by_itself || item->fate.dead || (item->flags & KMQ_FLAG_PARKED) || item->fate.count < 1) return false;
+    int64_t delay_ms = tracker_spacing_ms(&t->config.spacing, item->fate.count, item->part->partition, item->offset);
+    item->due_ms = item->due_ms > INT64_MAX - delay_ms ? INT64_MAX - 1 : item->due_ms + delay_ms;
+    int64_t wait_ms = tracker_clock_wait(&item->part->clock, item->due_ms, t->now_ms);
+    if (wait_ms <= 0) return false;
+    spaced *s = tracker_alloc(sizeof *s);
+    *s = (spaced){.part = item->part, .offset = item->offset};
+    kmq_heap_item_init(&s->item);
+    s->item.deadline = t->now_ms + wait_ms;
+    s->item.sequence = (uint64_t)item->offset;
+    if (kmq_heap_push(&t->spaced, &s->item) != KMQ_OK) tracker_no_memory();
+    tracker_part_keep(item->part);
+    item_free(t, item);
+    return true;
+}
+
+static void spaced_release(tracker *t, int64_t now_ms)
+{
+    const kmq_heap_item *top;
+    while ((top = kmq_heap_top(&t->spaced)) && top->deadline <= now_ms) {
+        spaced *s = KMQ_HEAP_OWNER(kmq_heap_pop(&t->spaced), spaced, item);
+        if (!s->part->gone) tracker_give_back(s->part, s->offset);
+        tracker_part_put(s->part);
+        free(s);
+    }
+}
+
 /* ------------------------------------------------------------------ reading Q */
 
 typedef struct read_job {
@@ -124,6 +164,7 @@ static void plan(tracker *t, tracker_item *item, bool stale)
     }
     item->fate = tracker_decide(item->payload->headers, item->payload->n_headers, t->config.count_header,
                                 t->config.max_redeliveries, item->cause, item->flags);
+    if (space(t, item)) return;
     tracker_target *target = item->target = item->fate.dead ? &part->queue->dead_letters : &part->queue->copies;
     item->next = NULL;
     if (target->planned_last)
@@ -368,6 +409,7 @@ static bool target_send(tracker *t, tracker_target *target)
 void tracker_redeliver_step(tracker *t)
 {
     waits_release(&t->pauses, t->now_ms);
+    spaced_release(t, t->now_ms);
     for (size_t i = 0; i < t->config.n_queues; i++) {
         tracker_target *targets[] = {&t->queues[i].copies, &t->queues[i].dead_letters};
         for (size_t k = 0; k < 2; k++) {
@@ -383,6 +425,8 @@ void tracker_redeliver_step(tracker *t)
 int64_t tracker_redeliver_wait(const tracker *t)
 {
     int64_t at = t->pauses.first ? t->pauses.first->until_ms : INT64_MAX;
+    const kmq_heap_item *top = kmq_heap_top(&t->spaced);
+    if (top && top->deadline < at) at = top->deadline;
     if (t->mode != MODE_RUNNING) return INT64_MAX;
     for (size_t i = 0; i < t->config.n_queues; i++) {
         const tracker_target *targets[] = {&t->queues[i].copies, &t->queues[i].dead_letters};
@@ -404,6 +448,8 @@ void tracker_redeliver_drop(tracker *t)
         waits_release(&t->queues[i].dead_letters.waits, INT64_MAX);
     }
     waits_release(&t->pauses, INT64_MAX);
+    spaced_release(t, INT64_MAX);
+    kmq_heap_free(&t->spaced); /* its array; it may be filled again */
 }
 
 /* ------------------------------------------------------------------ what became of a copy */

@@ -194,6 +194,10 @@ static outcome set(reading *r, const char *key, char **value)
         *value = NULL;
         return GOOD;
     }
+    if (strcmp(key, "backoff") == 0) {
+        if (config->spacing.given) return TWICE;
+        return tracker_spacing_parse(*value, &config->spacing) ? GOOD : BAD;
+    }
     char **text = strcmp(key, "group") == 0           ? &config->group
                   : strcmp(key, "tracker_group") == 0 ? &config->tracker_group
                   : strcmp(key, "count_header") == 0  ? &config->count_header

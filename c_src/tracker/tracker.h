@@ -38,6 +38,7 @@
 #include "frame.h"
 #include "helper.h"
 #include "kafka.h"
+#include "heap.h"
 #include "lease_book.h"
 #include "marker.h"
 #include "pace.h"
@@ -281,6 +282,7 @@ struct tracker {
     size_t n_copies, n_ends;
     size_t n_active, active_bytes, n_reads;
     tracker_waits pauses;
+    kmq_heap spaced;      /* crashed, or in work for too long: not before their backoff is over */
     tracker_part *ending; /* parts with ENDs to be written, gone ones too */
     tracker_end_record *ends_first, *ends_last;
     tracker_rate rate;

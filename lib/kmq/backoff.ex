@@ -84,6 +84,14 @@ defmodule Kmq.Backoff do
      "expected {:exponential, options}, {:linear, options} or a list of ms, got: #{inspect(other)}"}
   end
 
+  @doc false
+  # Numbers between blanks, as the tracker and receipts have it.
+  @spec to_text(normal) :: String.t()
+  def to_text({:list, list, jitter}), do: Enum.join([:list, jitter | list], " ")
+
+  def to_text({kind, min, max, third, jitter}),
+    do: Enum.join([kind, min, max, third, jitter], " ")
+
   defp names(options, names) do
     cond do
       not Keyword.keyword?(options) ->

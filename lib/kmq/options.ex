@@ -178,7 +178,8 @@ defmodule Kmq.Options do
                type: {:custom, Kmq.Backoff, :parse, []},
                default: {:exponential, min: 1_000, max: 300_000, factor: 2, jitter: 0.2},
                type_doc: "`t:Kmq.Backoff.t/0`",
-               doc: "The wait before a failed message comes again."
+               doc:
+                 "The wait before a message comes again that failed, took too long or was lost in a crash."
              ],
              start_ahead: [
                type: :pos_integer,

@@ -63,18 +63,12 @@ defmodule Kmq.Receipt do
     payload =
       <<flags, partition::32, offset::64, attempt::32>> <>
         text(info.group) <>
-        text(topic) <> text(info.marker_topics[topic]) <> text(encode_backoff(info.backoff))
+        text(topic) <> text(info.marker_topics[topic]) <> text(Backoff.to_text(info.backoff))
 
     @prefix <> Base.url_encode64(payload <> mac(secret, payload), padding: false)
   end
 
   defp text(text), do: <<byte_size(text)::16, text::binary>>
-
-  # Numbers between blanks: kind, then the fields.
-  defp encode_backoff({:list, list, jitter}), do: Enum.join([:list, jitter | list], " ")
-
-  defp encode_backoff({kind, min, max, third, jitter}),
-    do: Enum.join([kind, min, max, third, jitter], " ")
 
   defp decode_backoff(text) do
     case String.split(text, " ") do

@@ -95,6 +95,45 @@ defmodule Kmq.Test.Bodies.Actions do
     assert_raise ArgumentError, fn -> Kmq.snooze(a, -1) end
   end
 
+  body "who takes too long waits as one that fails does; good ones do not wait with them", %{
+    cluster: cluster
+  } do
+    # In the kmq format the tracker sees nothing but a lapsed lease: a crash.
+    for {format, cause} <- [range: "timeout", kmq: "crash"] do
+      topic = queue(cluster, 1)
+
+      options =
+        options(cluster, topic,
+          marker_format: format,
+          max_processing_time: 300,
+          backoff: [700, 1_400],
+          max_redeliveries: 2
+        )
+
+      consumer = consumer(options)
+      publish(cluster, topic, ["hangs"])
+
+      times =
+        for attempt <- 1..3 do
+          message = pull_one(consumer)
+          assert {message.value, message.attempt} == {"hangs", attempt}
+          now()
+        end
+
+      [first, second] = Enum.zip_with(tl(times), times, &-/2)
+      assert first in (300 + 700)..(300 + 700 + scaled(900))
+      assert second in (300 + 1_400)..(300 + 1_400 + scaled(900))
+
+      # The last one does not wait: there is nothing to wait for.
+      publish(cluster, topic, for(i <- 1..200, do: "good #{i}"))
+      good = pull(consumer, 200)
+      assert Kmq.ack(good, sync: true) == :ok
+      [dead] = await_records(cluster, topic <> "__undelivered", 1, 1)
+      assert {"kmq-cause", cause} in dead.headers
+      Consumer.stop(consumer)
+    end
+  end
+
   # ---- delay
 
   body "delayed messages come when they are due, never before, and hold nobody up", %{
