@@ -21,7 +21,7 @@ defmodule Kmq.Integration.TrackerTimeTest do
   # n messages, the group's commit behind the last of them, its consumer gone; the markers are the test's.
   defp scene(cluster, n, extra \\ []) do
     topic = queue(cluster, 1)
-    options = options(cluster, topic, [tracker: :external] ++ extra)
+    options = options(cluster, topic, [tracker: :external, backoff: [0]] ++ extra)
     publish(cluster, topic, for(i <- 0..(n - 1), do: "#{i}"))
     if options[:allow_create_time], do: :ok = create_time(cluster, topic, options[:group_id])
     consumer = consumer(options)
