@@ -7,6 +7,7 @@ defmodule Kmq do
     * `Kmq.Consumer` - messages on demand, for iex and for those without Broadway
     * `Kmq.Publisher` - messages into a topic
     * `Kmq.Tracker` - redelivery, where it is to run apart from the consumers
+    * `Kmq.DeadLetters` - what failed for good: to look at, and to send back
     * `Kmq.Topics` - the marker and dead letter topics
     * `Kmq.Sandbox` - a small Kafka inside this VM, for iex, demos and tests
     * `Kmq.Telemetry` - all events
