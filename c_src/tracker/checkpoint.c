@@ -164,6 +164,13 @@ static void build(tracker *t, tracker_part *part)
     part->checkpoint = checkpoint;
 }
 
+const uint8_t *tracker_checkpoint_part(const tracker_checkpoint *checkpoint, size_t i, size_t *n)
+{
+    if (i < checkpoint->n_sent || i >= checkpoint->n_records) return NULL;
+    *n = checkpoint->records[i]->n;
+    return checkpoint->records[i]->bytes;
+}
+
 /* ------------------------------------------------------------------ writing */
 
 static void drop(tracker_checkpoint *checkpoint)

@@ -324,6 +324,8 @@ void tracker_part_lost(tracker *t, tracker_part *part); /* its position is not i
 void tracker_checkpoint_step(tracker *t, tracker_part *part);
 void tracker_checkpoint_report(tracker *t, tracker_send *send, int error, int64_t offset);
 void tracker_checkpoint_drop(tracker_part *part); /* the partition is gone */
+/* For tests: the bytes of a part that is not with the producer yet; NULL = there is none. */
+const uint8_t *tracker_checkpoint_part(const tracker_checkpoint *checkpoint, size_t i, size_t *n);
 void tracker_trim_step(tracker *t, tracker_part *part);
 
 /* client.c: what a helper thread keeps: clients that block, opened when first needed. Safe in that thread only. NULL: see err. */
