@@ -109,7 +109,7 @@ defmodule Kmq.MixProject do
       licenses: ["Apache-2.0"],
       links: %{},
       files:
-        ~w(lib src c_src guides mix.exs rebar.config .formatter.exs README.md ARCHITECTURE.md CHANGELOG.md LICENSE)
+        ~w(lib src c_src guides examples mix.exs rebar.config .formatter.exs README.md ARCHITECTURE.md CHANGELOG.md LICENSE)
     ]
   end
 

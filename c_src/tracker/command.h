@@ -26,7 +26,7 @@ typedef struct tracker_config {
     bool kmq_format; /* of what is written; both are read */
     int64_t max_redeliveries;
     tracker_spacing spacing; /* after a crash or a time-out */
-    int64_t rate; /* copies per second; 0 = no limit */
+    int64_t rate;            /* copies per second; 0 = no limit */
     /* CHECKPOINT: markers that the commit lags behind, and for how long at least; and how old a commit may be at all */
     int64_t checkpoint_records, checkpoint_pause_ms, checkpoint_age_ms;
     bool trim;            /* delete markers below an acknowledged commit ... */

@@ -175,7 +175,11 @@ defmodule Kmq.Integration.TrackerTimeTest do
       late =
         eventually(fn -> with [_, _, _] = late <- lateness(scene), do: late, else: (_ -> nil) end)
 
-      IO.puts(:stderr, "with jumps of the wall clock #{inspect(late, charlists: :as_lists)} ms after the deadline")
+      IO.puts(
+        :stderr,
+        "with jumps of the wall clock #{inspect(late, charlists: :as_lists)} ms after the deadline"
+      )
+
       assert Enum.min(late) >= 0
     end
 
