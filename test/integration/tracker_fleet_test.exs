@@ -4,7 +4,7 @@ defmodule Kmq.Integration.TrackerFleetTest do
   use ExUnit.Case
   import Kmq.Test.Eventually
 
-  alias Kmq.Test.{Checker, Scene, VM}
+  alias Kmq.Test.{Checker, Markers, Scene, VM}
   alias Kmq.Tracker
 
   @moduletag :integration
@@ -20,11 +20,27 @@ defmodule Kmq.Integration.TrackerFleetTest do
 
   @tag timeout: @ms + 180_000
   test "none is lost, and every partition is served soon after" do
-    scene = Scene.new(partitions: 16, tracker: :external, redelivery_rate: 2_000)
+    # checkpoints and deletions all the time, so that faults meet them, too
+    settings = %{
+      checkpoint_records: 20,
+      checkpoint_pause_ms: 100,
+      checkpoint_age_ms: 2_000,
+      trim_records: 50
+    }
+
+    Application.put_env(:kmq, :tracker_settings, settings)
+    on_exit(fn -> Application.delete_env(:kmq, :tracker_settings) end)
+
+    scene =
+      Scene.new(partitions: 16, tracker: :external, redelivery_rate: 2_000, trim_markers: true)
+
     :rand.seed(:exsss, {Scene.seed(), 7, 7})
     options = Keyword.delete(scene.options, :tracker)
+    :ok = Scene.listen()
     fleet = Enum.reduce(1..2, %{}, fn _, fleet -> join(fleet, options) end)
     :ok = Scene.work(scene, nil, fail_every: @fail_every)
+    # one in each partition is open all the time, so that there is something to be written down
+    mark(scene, &Markers.start(&1, 1_000_000, 3_600_000))
 
     parent = self()
     publisher = Task.async(fn -> publish(scene, parent) end)
@@ -46,6 +62,13 @@ defmodule Kmq.Integration.TrackerFleetTest do
     doubles = Scene.copies(scene, @n) - failed
     IO.puts(:stderr, "#{doubles} copies more than failures")
 
+    {checkpoints, gaps} = told({0, 0})
+    IO.puts(:stderr, "#{checkpoints} checkpoints")
+    assert checkpoints > 0
+    assert gaps == 0
+
+    mark(scene, &Markers.done(&1, 1_000_000))
+
     # every partition has one tracker that is caught up, and nothing is open
     eventually(
       fn ->
@@ -64,6 +87,19 @@ defmodule Kmq.Integration.TrackerFleetTest do
 
     for {id, _} <- fleet, do: stop_supervised!(id)
     assert Checker.missing(Scene.check(scene, @n)) == []
+  end
+
+  defp mark(scene, fun),
+    do: Markers.write(scene.hosts, Scene.markers(scene), Enum.map(0..15, fun))
+
+  defp told({checkpoints, gaps}) do
+    receive do
+      {[:kmq, :tracker, :checkpoint], _, _} -> told({checkpoints + 1, gaps})
+      {[:kmq, :offset_reset], _, %{reason: :marker_gap}} -> told({checkpoints, gaps + 1})
+      {[:kmq | _], _, _} -> told({checkpoints, gaps})
+    after
+      0 -> {checkpoints, gaps}
+    end
   end
 
   # In step with the time there is, so that trouble meets load.
