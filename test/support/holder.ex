@@ -1,0 +1,32 @@
+defmodule Kmq.Test.Holder do
+  @moduledoc false
+  # In a VM of its own: a consumer that takes messages, hands out their receipts and gives them up, or keeps them.
+
+  @doc "Takes n messages; {receipt, value} of each. `leave: true` gives them up."
+  @spec take(keyword, pos_integer, keyword) :: [{String.t(), binary}]
+  def take(options, n, how) do
+    caller = self()
+
+    # The call's process ends with the answer; what holds the consumer must not.
+    holder =
+      spawn(fn ->
+        {:ok, consumer} = Kmq.Consumer.start_link(options)
+        messages = pull(consumer, n, [])
+        receipts = Enum.map(messages, &{Kmq.receipt(&1), &1.value})
+        if how[:leave], do: :ok = Kmq.leave(messages, sync: true)
+        send(caller, {:receipts, self(), receipts})
+        Process.sleep(:infinity)
+      end)
+
+    receive do
+      {:receipts, ^holder, receipts} -> receipts
+    end
+  end
+
+  defp pull(_consumer, 0, acc), do: acc
+
+  defp pull(consumer, n, acc) do
+    messages = Kmq.Consumer.pull(consumer, max: n, wait: 10_000)
+    pull(consumer, n - length(messages), acc ++ messages)
+  end
+end
