@@ -53,7 +53,8 @@ defmodule Bench do
 
   defp kafka(nil) do
     Code.require_file("test/support/kafka_broker.ex")
-    broker = apply(Kmq.Test.Kafka, :start!, [])
+    # the tests keep their JVM small; here it must not hold back what is measured
+    broker = apply(Kmq.Test.Kafka, :start!, [[jvm: ["-Xmx1g"]]])
 
     {apply(Kmq.Test.Kafka, :bootstrap, [broker]),
      fn -> apply(Kmq.Test.Kafka, :stop, [broker]) end}
