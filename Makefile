@@ -19,7 +19,7 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-print-directory
 
 JOBS   := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
-C      := $(MAKE) -C c_src -j$(JOBS)
+C      := $(MAKE) -C c_src -j$(JOBS) BUILD=../_build/c
 WERROR ?= 0
 BUILD  := $(CURDIR)/_build/c
 
@@ -61,13 +61,13 @@ test-asan: setup-test
 	    ERL_FLAGS="+Mea min" mix test --exclude integration $(ARGS)
 
 bench: setup-test
-	@$(C) VARIANT=release $(BUILD)/release/rdkafka_alone
+	@$(C) VARIANT=release ../_build/c/release/rdkafka_alone
 	@MIX_ENV=prod mix compile
 	@MIX_ENV=prod KMQ_RDKAFKA_ALONE=$(BUILD)/release/rdkafka_alone mix run --no-start bench/bench.exs \
 	    $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
 
 bench-core: setup
-	@$(C) VARIANT=release $(BUILD)/release/bench_core
+	@$(C) VARIANT=release ../_build/c/release/bench_core
 	@$(BUILD)/release/bench_core $(ARGS)
 
 check: setup-test
