@@ -175,10 +175,11 @@ static bool keep_headed(engine *e, part *p, const kafka_record *record, const ka
     p->position = record->offset + 1;
     p->foreign_copies += !ours;
     p->filtered += ours && !wants;
-    return !wants || delayed || store_or_break(p, record, headers, n, &kmq);
+    return delayed || (wants && store_or_break(p, record, headers, n, &kmq));
 }
 
-/* A message is kept, or its offset is skipped (another group's copy, filtered out) or parked: in each case the position moves. */
+/* A message is kept or parked (true: it takes room), or skipped (another group's copy, filtered out): in each case the position
+ * moves. */
 static bool keep(engine *e, part *p, const kafka_record *record, int64_t now)
 {
     kafka_header small[16], *headers = small;

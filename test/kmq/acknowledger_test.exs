@@ -61,6 +61,44 @@ defmodule Kmq.AcknowledgerTest do
     assert Kmq.retry(c) == {:error, :closed}
   end
 
+  test "released, snoozed, left to a receipt: by the reason, the message, the pipeline", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ~w(a b c d e))
+    consumer = consumer(options(cluster, topic, max_processing_time: 60_000))
+    [a, b, c, d, e] = messages = pull(consumer, 5)
+    ack_ref = {a.handle.ref, a.handle.pid, {:manual, :release, {:list, [0], 0.0}}}
+    later = broadway(c, ack_ref, {:failed, "no"})
+    {module, ref, data} = later.acknowledger
+    {:ok, data} = Acknowledger.configure(ref, data, on_failure: {:snooze, 0})
+
+    failed = [
+      broadway(a, ack_ref, {:failed, {:snooze, 0}}),
+      broadway(b, ack_ref, {:failed, "the pipeline releases"}),
+      %{later | acknowledger: {module, ref, data}},
+      broadway(d, ack_ref, {:failed, :release})
+    ]
+
+    receipt = Kmq.receipt(Map.put(broadway(e, ack_ref, :ok), :metadata, Map.from_struct(e)))
+    assert Acknowledger.ack(ack_ref, [broadway(e, ack_ref, :ok)], failed) == :ok
+
+    for {action, count} <- [snooze: 2, release: 2, manual: 1],
+        do: assert_received({[:kmq, :ack], %{count: ^count}, %{action: ^action}})
+
+    assert {:error, refused} = Kmq.ack(messages)
+    assert Enum.all?(refused, fn {_, reason} -> reason == :unknown end)
+    again = pull(consumer, 4)
+
+    assert Enum.sort(Enum.map(again, &{&1.value, &1.attempt})) ==
+             for(v <- ~w(a b c d), do: {v, 1})
+
+    {:ok, publisher} = Kmq.Publisher.start_link(hosts: cluster.hosts)
+    assert Kmq.settle(publisher, receipt, :ack) == :ok
+    assert Kmq.Publisher.close(publisher) == :ok
+    assert Kmq.ack(again, sync: true) == :ok
+  end
+
   test "configure: options as the producer's, bad ones raise", %{cluster: _cluster} do
     assert Acknowledger.configure(:ref, {1, 2, 3}, on_failure: :reject) ==
              {:ok, {1, 2, 3, nil, :reject}}
