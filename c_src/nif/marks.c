@@ -182,7 +182,28 @@ static mark *new_mark(part *p, uint8_t type, const kmq_range *ranges, size_t n, 
     return m;
 }
 
+/* Said once in a while: START is what everything waits for. */
+static void note_start_error(engine *e, const part *p, uint8_t type, const char *why, int64_t now)
+{
+    if (type != KMQ_MARKER_START || e->start_error[0] || (e->start_error_at && now - e->start_error_at < 5000)) return;
+    snprintf(e->start_error, sizeof e->start_error, "%s-%d: %s", p->topic->marker_name, (int)p->partition,
+             why ? why : "failed");
+    e->start_error_at = now;
+}
+
 /* ------------------------------------------------------------------ writing */
+/* false: not queued, because the local queue is full or (said, where it is a START) Kafka cannot take it. */
+static bool send_marker(engine *e, mark *m, const uint8_t key[KMQ_MARKER_KEY_BYTES], const void *value,
+                        size_t value_len, const kafka_header *headers, size_t n_headers)
+{
+    part *p = m->part;
+    kafka_error err = {0};
+    int rc = kafka_producer_send(e->producer, p->topic->marker, p->partition, key, KMQ_MARKER_KEY_BYTES, value,
+                                 value_len, headers, n_headers, 0, m, &err);
+    if (rc && rc != KAFKA_EFULL) note_start_error(e, p, m->type, err.name, engine_now());
+    return rc == KAFKA_OK;
+}
+
 /* One range record of as many leading ranges as fit. Returns how many; 0 = could not be queued. */
 static size_t write_range_record(engine *e, part *p, uint8_t type, const kmq_range *ranges, size_t n, int64_t time_ms,
                                  uint8_t cause, uint8_t flags, const char *text, size_t text_len)
@@ -197,8 +218,7 @@ static size_t write_range_record(engine *e, part *p, uint8_t type, const kmq_ran
     uint8_t key[KMQ_MARKER_KEY_BYTES];
     kmq_marker_encode_key(key, p->partition, -1);
     m->left = 1;
-    if (kafka_producer_send(e->producer, p->topic->marker, p->partition, key, sizeof key, e->buffer, (size_t)size, NULL,
-                            0, 0, m, NULL)) {
+    if (!send_marker(e, m, key, e->buffer, (size_t)size, NULL, 0)) {
         enif_free(m->text);
         enif_free(m);
         return 0;
@@ -267,8 +287,7 @@ static int64_t write_kmq_records(engine *e, part *p, uint8_t type, kmq_range *ra
         int64_t o = ranges[i].lo;
         for (; o < ranges[i].hi && written < KMQ_BATCH; o++) {
             kmq_marker_encode_key(key, p->partition, o);
-            if (kafka_producer_send(e->producer, p->topic->marker, p->partition, key, sizeof key, value, value_len,
-                                    headers, n_headers, 0, m, NULL)) {
+            if (!send_marker(e, m, key, value, value_len, headers, n_headers)) {
                 full = true;
                 break;
             }
@@ -460,15 +479,6 @@ void marks_release(engine *e, part *p, bool open)
 }
 
 /* ------------------------------------------------------------------ reports */
-static void note_start_error(engine *e, const mark *m, const kafka_report *r, int64_t now)
-{
-    if (m->type != KMQ_MARKER_START || e->start_error[0] || (e->start_error_at && now - e->start_error_at < 5000))
-        return;
-    snprintf(e->start_error, sizeof e->start_error, "%s-%d: %s", m->part->topic->marker_name, (int)m->part->partition,
-             r->error_name ? r->error_name : "failed");
-    e->start_error_at = now;
-}
-
 /* The log's time when it took the record: by now the broker's clock is at least there. */
 static void note_time(part *p, int64_t timestamp_ms, int64_t now)
 {
@@ -490,7 +500,7 @@ void marks_reports(engine *e, int64_t now)
             bool failed = reports[i].error != 0;
             if (m->type == KMQ_MARKER_START) {
                 if (KMQ_FAILPOINT("start_report")) failed = true;
-                if (failed) note_start_error(e, m, &reports[i], now);
+                if (failed) note_start_error(e, m->part, m->type, reports[i].error_name, now);
             }
             if (failed)
                 m->failed = true;

@@ -232,7 +232,8 @@ static bool get_headers(ErlNifEnv *env, ERL_NIF_TERM list, kafka_header **out, s
         const ERL_NIF_TERM *pair;
         int arity;
         ErlNifBinary name;
-        if (!enif_get_tuple(env, head, &arity, &pair) || arity != 2 || !enif_inspect_binary(env, pair[0], &name))
+        if (!enif_get_tuple(env, head, &arity, &pair) || arity != 2 || !enif_inspect_binary(env, pair[0], &name) ||
+            memchr(name.data, 0, name.size))
             return false;
         bytes += name.size + 1;
     }

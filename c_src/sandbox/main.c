@@ -19,6 +19,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
 
 enum { PROTOCOL = 1, BROKERS_MAX = 100, REPLIES_MAX_BYTES = 1024 * 1024 };
 
@@ -131,6 +134,9 @@ int main(int argc, char **argv)
         return 2;
     }
     signal(SIGPIPE, SIG_IGN);
+#ifdef __linux__
+    prctl(PR_SET_PDEATHSIG, SIGCONT); /* stopped when its VM dies, it goes on to read the end of stdin */
+#endif
     signal(SIGINT, SIG_IGN); /* a Ctrl-C in iex is not meant for us: stdin says when it is over */
     int fd = frame_private_stdout();
     if (fd < 0) {

@@ -10,6 +10,9 @@
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
 
 #include "frame.h"
 #include "tracker.h"
@@ -53,6 +56,10 @@ int main(int argc, char **argv)
         fprintf(stderr, "kmq_tracker: %s\n", wrong);
         return 2;
     }
+#ifdef __linux__
+    /* A port program that is stopped (SIGSTOP) when its VM dies goes on, reads the end of stdin, and ends. */
+    if (!daemon) prctl(PR_SET_PDEATHSIG, SIGCONT);
+#endif
     int out = daemon ? STDOUT_FILENO : frame_private_stdout();
     if (out < 0 || pipe(signal_pipe) || ei_init()) {
         fprintf(stderr, "kmq_tracker: cannot start: %s\n", strerror(errno));
