@@ -28,6 +28,7 @@ defmodule Kmq do
   """
 
   alias Kmq.{Backoff, Handle, Message, Publisher, Receipt}
+  alias Kmq.Options.Types
 
   @typedoc """
   Why a message was not settled. None of them is lost.
@@ -65,7 +66,7 @@ defmodule Kmq do
     * `:reason` - any term; a short text of it is kept with the message
     * `:sync` - see `t:sync/0`
 
-  A bad `:delay` raises `ArgumentError`.
+  A bad `:delay`, or one of more than 30 days, raises `ArgumentError`.
   """
   @spec retry(Message.t() | [Message.t()], keyword) :: result
   def retry(messages, options \\ []) do
@@ -181,14 +182,14 @@ defmodule Kmq do
 
   defp timed(messages, ms), do: for(message <- messages, do: {message.slot, message.offset, ms})
 
-  defp ms!(ms, _call) when is_integer(ms) and ms >= 0, do: ms
+  defp ms!(ms, call) do
+    most = Types.max_delay_ms()
 
-  defp ms!(other, call),
-    do:
-      raise(
-        ArgumentError,
-        "#{call} takes ms, a non-negative integer, got: #{inspect(other)}"
-      )
+    if is_integer(ms) and ms in 0..most,
+      do: ms,
+      else:
+        raise(ArgumentError, "#{call} takes ms, from 0 to #{most} (30 days), got: #{inspect(ms)}")
+  end
 
   @sync_ms 30_000
 
@@ -266,7 +267,7 @@ defmodule Kmq do
   end
 
   defp delay_option(nil), do: nil
-  defp delay_option(ms) when is_integer(ms) and ms >= 0, do: ms
+  defp delay_option(ms) when is_integer(ms), do: ms!(ms, "a retry")
   defp delay_option(function) when is_function(function, 2), do: function
 
   defp delay_option(backoff) do
@@ -286,7 +287,7 @@ defmodule Kmq do
           non_neg_integer
   def wait(function, attempt, reason) when is_function(function, 2) do
     case function.(attempt, reason) do
-      ms when is_integer(ms) and ms >= 0 -> ms
+      ms when is_integer(ms) -> ms!(ms, "a retry")
       other -> raise ArgumentError, "a backoff function gave #{inspect(other)}, expected ms"
     end
   end

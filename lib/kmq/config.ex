@@ -387,6 +387,8 @@ defmodule Kmq.Config do
     [
       {"acks", "all"},
       {"linger.ms", "0"},
+      # A marker topic that has grown is noticed soon: its new partitions wait for it.
+      {"topic.metadata.refresh.interval.ms", "10000"},
       {"queue.buffering.max.messages", "500000"},
       {"queue.buffering.max.kbytes", "65536"},
       {"message.timeout.ms", "120000"}

@@ -24,7 +24,11 @@ defmodule Kmq.Consumer do
   @call_margin_ms 5_000
 
   # waiting: pulls that found nothing, oldest first: [{from, max, timer, monitor}]
-  defstruct [:config, :key, :handle, :monitor, waiting: []]
+  # opening: the monitor of the process that opens the handle anew; it may take as long as Kafka does, and pulls must end in time
+  defstruct [:config, :key, :handle, :monitor, :opening, waiting: []]
+
+  @max_pull 1_000_000
+  @max_wait_ms 86_400_000
 
   @doc """
   Starts a member of the group. Bad options raise; a missing topic or an unreachable cluster is `{:error, %Kmq.Error{}}`.
@@ -51,8 +55,8 @@ defmodule Kmq.Consumer do
   @spec pull(GenServer.server(), keyword) :: [Message.t()]
   def pull(consumer, options \\ []) do
     options = Keyword.validate!(options, max: 1, wait: 0)
-    max = positive!(options[:max], :max)
-    wait = non_negative!(options[:wait], :wait)
+    max = within!(options[:max], :max, 1, @max_pull)
+    wait = within!(options[:wait], :wait, 0, @max_wait_ms)
     GenServer.call(consumer, {:pull, max, wait}, wait + @call_margin_ms)
   end
 
@@ -75,23 +79,15 @@ defmodule Kmq.Consumer do
   @spec stop(GenServer.server(), timeout) :: :ok
   def stop(consumer, timeout \\ :infinity), do: GenServer.stop(consumer, :normal, timeout)
 
-  defp positive!(value, _name) when is_integer(value) and value > 0, do: value
+  # Checked in the caller: a wrong argument is its own bug, and not the consumer's.
+  defp within!(value, _name, least, most)
+       when is_integer(value) and value >= least and value <= most,
+       do: value
 
-  defp positive!(value, name),
-    do:
-      raise(
-        ArgumentError,
-        "expected #{inspect(name)} to be a positive integer, got: #{inspect(value)}"
-      )
-
-  defp non_negative!(value, _name) when is_integer(value) and value >= 0, do: value
-
-  defp non_negative!(value, name),
-    do:
-      raise(
-        ArgumentError,
-        "expected #{inspect(name)} to be ms, a non-negative integer, got: #{inspect(value)}"
-      )
+  defp within!(value, name, least, most) do
+    raise ArgumentError,
+          "expected #{inspect(name)} to be an integer from #{least} to #{most}, got: #{inspect(value)}"
+  end
 
   # ---- GenServer
 
@@ -140,6 +136,16 @@ defmodule Kmq.Consumer do
     {:noreply, reopen_later(state)}
   end
 
+  def handle_info({:DOWN, monitor, :process, _pid, reason}, %{opening: monitor} = state) do
+    state = %{state | opening: nil}
+
+    case reason do
+      {:opened, {:ok, handle}} -> {:noreply, state |> attached(handle) |> serve()}
+      {:opened, {:error, %Error{retriable?: false} = error}} -> {:stop, error, state}
+      _later -> {:noreply, reopen_later(state)}
+    end
+  end
+
   # A puller died while it waited: nothing may be handed to it.
   def handle_info({:DOWN, monitor, :process, _pid, _reason}, state) do
     {gone, waiting} = Enum.split_with(state.waiting, &(elem(&1, 3) == monitor))
@@ -153,12 +159,10 @@ defmodule Kmq.Consumer do
     {:noreply, %{state | waiting: waiting}}
   end
 
-  def handle_info(:reopen, %{handle: nil} = state) do
-    case Handle.open(state.config, state.key) do
-      {:ok, handle} -> {:noreply, state |> attached(handle) |> serve()}
-      {:error, %Error{retriable?: true}} -> {:noreply, reopen_later(state)}
-      {:error, error} -> {:stop, error, state}
-    end
+  def handle_info(:reopen, %{handle: nil, opening: nil} = state) do
+    %{config: config, key: key} = state
+    {_pid, monitor} = spawn_monitor(fn -> exit({:opened, Handle.open(config, key)}) end)
+    {:noreply, %{state | opening: monitor}}
   end
 
   def handle_info(:reopen, state), do: {:noreply, state}

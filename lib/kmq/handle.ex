@@ -660,7 +660,15 @@ defmodule Kmq.Handle do
 
   # offset_reset_policy holds at the group's very first start: when no partition of the topic has a commit. A partition
   # that was born later begins at its beginning.
+  #
+  # A queue topic may have grown: its marker topic is grown first, where that is wanted. Where not, START fails and says so,
+  # and these partitions wait until it has grown.
   defp positions(config, partitions) do
+    if config.create_topics do
+      with {:error, error} <- Topics.prepare(config),
+           do: Logger.error("kmq: #{config.group_id}: #{Exception.message(error)}")
+    end
+
     with_admin(config, fn admin ->
       partitions
       |> Enum.group_by(&elem(&1, 0), &elem(&1, 1))

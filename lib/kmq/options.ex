@@ -203,8 +203,9 @@ defmodule Kmq.Options do
                  "Handed out and not settled, at most, by partition. Bytes are bounded by the fetch options."
              ],
              drain_timeout: [
-               type: :pos_integer,
+               type: {:custom, Types, :ms_up_to, [3_600_000]},
                default: 30_000,
+               type_doc: "`1..3_600_000`",
                doc: "How long, in ms, a stop or the next owner waits for what is in work."
              ],
              offset_reset_policy: [
@@ -246,7 +247,7 @@ defmodule Kmq.Options do
                    "Needed when the queue topic is compacted."
              ],
              count_header: [
-               type: {:custom, Types, :non_empty_string, []},
+               type: {:custom, Types, :count_header, []},
                default: "kmq-redelivery-count",
                type_doc: "`t:String.t/0`",
                doc: "The header that counts failed attempts."

@@ -164,12 +164,11 @@ static inline void fill_partition(cluster *c, const char *name, int32_t partitio
 static inline kafka_consumer *consumer_open_as(cluster *c, const char *group, const char *assignor, waker *control,
                                                waker *records)
 {
-    kafka_property props[] = {
-        {"bootstrap.servers", c->bootstrap}, {"group.id", group},
-        {"auto.offset.reset", "earliest"},   {"session.timeout.ms", "6000"},
-        {"heartbeat.interval.ms", "200"},    {"fetch.wait.max.ms", "20"},
-        {"enable.partition.eof", "true"},    {"partition.assignment.strategy", assignor},
-        {"socket.timeout.ms", "3000"}};
+    kafka_property props[] = {{"bootstrap.servers", c->bootstrap}, {"group.id", group},
+                              {"auto.offset.reset", "earliest"},   {"session.timeout.ms", "6000"},
+                              {"heartbeat.interval.ms", "200"},    {"fetch.wait.max.ms", "20"},
+                              {"enable.partition.eof", "true"},    {"partition.assignment.strategy", assignor},
+                              {"socket.timeout.ms", "3000"}};
     kafka_wake cw = waker_of(control), rw = waker_of(records);
     kafka_consumer *consumer = NULL;
     kafka_error err;

@@ -728,9 +728,8 @@ static void copy_book(const kmq_lease_book *book, int64_t as_of, kmq_lease_book 
     int64_t log_time_ms = kmq_lease_book_log_time(book);
     kmq_marker_tlv tlv = {.log_time_ms = log_time_ms, .has_log_time = log_time_ms >= 0};
     for (size_t i = 0; i < parts.n; i++) {
-        int len =
-            kmq_marker_encode_checkpoint(record, sizeof record, &scope, as_of, (uint32_t)i, (uint32_t)parts.n,
-                                         parts.part[i].entries, parts.part[i].bytes, &tlv);
+        int len = kmq_marker_encode_checkpoint(record, sizeof record, &scope, as_of, (uint32_t)i, (uint32_t)parts.n,
+                                               parts.part[i].entries, parts.part[i].bytes, &tlv);
         assert_true(len > 0);
         kmq_marker_encode_key(key, 3, -1);
         assert_int_equal(kmq_marker_decode(&scope, 3, key, sizeof key, record, (size_t)len, NULL, 0, &marker),

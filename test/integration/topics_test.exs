@@ -328,4 +328,58 @@ defmodule Kmq.Integration.TopicsTest do
     assert error.message =~ "no.such.property"
     refute error.message =~ "secret-7"
   end
+
+  defp grow(cluster, topic, partitions) do
+    {:ok, %{admin_props: props}} = Kmq.Config.connection(hosts: cluster.hosts)
+    {:ok, admin} = :kmq_nif.admin_open(props)
+    :ok = :kmq_nif.admin_create_partitions(admin, topic, partitions, 10_000)
+    :ok = :kmq_nif.admin_close(admin)
+    eventually(fn -> names(cluster)[topic] == partitions end)
+  end
+
+  @quick [common: ["topic.metadata.refresh.interval.ms": "1000"]]
+
+  test "a queue topic that grows under its consumer: the marker topic grows with it", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    consumer = consumer(options(cluster, topic, kafka_config: @quick))
+    publish(cluster, topic, ["0"])
+    assert [%{value: "0"} = first] = pull(consumer, 1)
+    :ok = Kmq.ack(first)
+
+    grow(cluster, topic, 3)
+    publish(cluster, topic, for(p <- 1..2, do: {"#{p}", partition: p}))
+    messages = pull(consumer, 2, 40_000)
+    assert Enum.sort(Enum.map(messages, &{&1.partition, &1.value})) == [{1, "1"}, {2, "2"}]
+    :ok = Kmq.ack(messages)
+  end
+
+  test "where it may not be grown, its partitions wait, and it is said until it has grown", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    options = options(cluster, topic, kafka_config: @quick)
+    {:ok, _} = Topics.create(options)
+    consumer = consumer(Keyword.put(options, :create_topics, false))
+    publish(cluster, topic, ["0"])
+    assert [first] = pull(consumer, 1)
+    :ok = Kmq.ack(first)
+    markers = Topics.marker_topic(topic, options[:group_id])
+
+    log =
+      ExUnit.CaptureLog.capture_log(fn ->
+        grow(cluster, topic, 2)
+        publish(cluster, topic, [{"1", partition: 1}])
+
+        eventually(fn -> waiting(consumer) > 0 end)
+        assert Consumer.pull(consumer, max: 10, wait: 1_500) == []
+      end)
+
+    assert log =~ "markers are not written to #{markers}-1"
+    grow(cluster, markers, 2)
+    assert [%{value: "1"}] = pull(consumer, 1, 40_000)
+  end
+
+  defp waiting(consumer), do: Kmq.Handle.info(GenServer.call(consumer, :handle)).waiting
 end

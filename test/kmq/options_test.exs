@@ -41,7 +41,7 @@ defmodule Kmq.OptionsTest do
     {:max_in_flight, 100_000, 1, 1, 1.5,
      "invalid value for :max_in_flight option: expected a positive integer, got: 1.5"},
     {:drain_timeout, 30_000, 1, 1, :infinity,
-     "invalid value for :drain_timeout option: expected a positive integer, got: :infinity"},
+     "invalid value for :drain_timeout option: expected ms, an integer from 1 to 3600000, got: :infinity"},
     {:offset_reset_policy, :earliest, {:timestamp, 5}, {:timestamp, 5}, :first,
      "invalid value for :offset_reset_policy option: expected :earliest, :latest or {:timestamp, ms}, got: :first"},
     {:begin_offset, :assigned, :reset, :reset, 0,

@@ -21,6 +21,30 @@ defmodule Kmq.Options.Types do
 
   def non_empty_string(value), do: {:error, "expected a non-empty string, got: #{inspect(value)}"}
 
+  @doc "A time in ms with a bound: what is waited for must end."
+  @spec ms_up_to(term, pos_integer) :: result
+  def ms_up_to(value, most) when is_integer(value) and value > 0 and value <= most,
+    do: {:ok, value}
+
+  def ms_up_to(value, most),
+    do: {:error, "expected ms, an integer from 1 to #{most}, got: #{inspect(value)}"}
+
+  @doc "The header of the count: not one of Kmq's others."
+  @spec count_header(term) :: result
+  def count_header("kmq-redelivery-count" = value), do: {:ok, value}
+
+  def count_header("kmq-" <> _ = value),
+    do: {:error, "expected a name that does not begin with kmq-, got: #{inspect(value)}"}
+
+  def count_header(value), do: non_empty_string(value)
+
+  # The marker of a retry and the message itself must both still be there when it is due.
+  @max_delay_ms 30 * 86_400_000
+
+  @doc "The longest delay of a retry or snooze: 30 days, in ms."
+  @spec max_delay_ms() :: pos_integer
+  def max_delay_ms, do: @max_delay_ms
+
   @spec binary_or_nil(term) :: result
   def binary_or_nil(value) when is_binary(value) or is_nil(value), do: {:ok, value}
   def binary_or_nil(value), do: {:error, "expected a binary or nil, got: #{inspect(value)}"}
@@ -145,11 +169,11 @@ defmodule Kmq.Options.Types do
       when value in [:ack, :retry, :release, :reject, :discard, :noop, :manual],
       do: {:ok, value}
 
-  def disposition({:snooze, delay}) when is_integer(delay) and delay >= 0,
-    do: {:ok, {:snooze, delay}}
-
-  def disposition({:retry, delay}) when is_integer(delay) and delay >= 0,
-    do: {:ok, {:retry, delay}}
+  def disposition({action, delay}) when action in [:snooze, :retry] and is_integer(delay) do
+    if delay in 0..@max_delay_ms,
+      do: {:ok, {action, delay}},
+      else: {:error, "expected a delay of 0 to #{@max_delay_ms} ms (30 days), got: #{delay}"}
+  end
 
   def disposition({:retry, function}) when is_function(function, 2), do: {:ok, {:retry, function}}
 

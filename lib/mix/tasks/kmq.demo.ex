@@ -368,6 +368,12 @@ defmodule Mix.Tasks.Kmq.Demo do
     for {name, value} <- rows, do: IO.puts("  #{String.pad_trailing(name, 24)}#{value}")
     IO.puts("")
 
+    IO.puts(
+      "  A killed worker takes with it all that it had in hand: that is redelivered, too, and what it had"
+    )
+
+    IO.puts("  handled but not yet acknowledged is handled twice.\n")
+
     unless finished?, do: IO.puts("not finished in #{div(@limit_ms, 1000)} s")
     finished? and lost == 0 and right?
   end

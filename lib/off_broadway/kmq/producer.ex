@@ -71,7 +71,8 @@ defmodule OffBroadway.Kmq.Producer do
 
     * `topic`, `partition`, `offset`, `key`, `ts`, `headers` - as broadway_kafka's, but a null key or value is `nil`
     * `attempt` - 1 + the failures so far
-    * `deliveries` - how often it has been delivered, this time included
+    * `deliveries` - how often it has been delivered, this time included; what was given back untouched (released, or in the first
+      window of an assignment that was taken away again) is in it
     * `id` - `{topic, partition, offset, ts}` of its first publication, the same for all copies
 
   ## Concurrency

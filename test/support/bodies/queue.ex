@@ -398,4 +398,24 @@ defmodule Kmq.Test.Bodies.Queue do
     assert Kmq.ack(again) == :ok
     assert Consumer.pull(second, max: 10, wait: 500) == []
   end
+
+  body "a wrong argument is its caller's fault, and an impossible delay is refused", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ["a"])
+    consumer = consumer(options(cluster, topic))
+
+    for wrong <- [[max: 0], [max: 2 ** 63], [wait: -1], [wait: 2 ** 40], [max: :all]],
+        do: assert_raise(ArgumentError, fn -> Consumer.pull(consumer, wrong) end)
+
+    [message] = pull(consumer, 1)
+
+    for wrong <- [-1, 31 * 86_400_000, 2 ** 62] do
+      assert_raise ArgumentError, ~r/30 days/, fn -> Kmq.retry(message, delay: wrong) end
+      assert_raise ArgumentError, ~r/30 days/, fn -> Kmq.snooze(message, wrong) end
+    end
+
+    assert Kmq.ack(message) == :ok
+  end
 end
