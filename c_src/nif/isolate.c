@@ -68,11 +68,12 @@ static bool holds(engine *e, const isolate_ticket *t, int64_t now)
     part *p = t->slot < e->n_slots ? e->slots[t->slot] : NULL;
     if (!p) return false;
     if (in_work(p, t->offset)) return true;
+    int64_t patience = p->gated && p->gate_offset > t->offset ? ISOLATE_GATE_MS : ISOLATE_STALE_MS;
     return p->state == PART_ACTIVE && !e->draining && p->store.count && store_first(&p->store) == t->offset &&
-           now - t->asked_at < ISOLATE_STALE_MS;
+           now - t->asked_at < patience;
 }
 
-/* Every END and RETRY is acknowledged. What is settled at this moment is in its ledger before it is counted as pending, so that is asked, too. */
+/* Every END and RETRY is acknowledged. What is being settled is in its ledger before it counts as pending: that is asked, too. */
 static bool is_settled(engine *e)
 {
     bool settled = marks_settled(e);

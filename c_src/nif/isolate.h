@@ -30,7 +30,12 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-enum { ISOLATE_MOST = 8, ISOLATE_STALE_MS = 1000, ISOLATE_BUSY_MS = 20 };
+enum {
+    ISOLATE_MOST = 8,
+    ISOLATE_STALE_MS = 1000, /* who has leave to hand out and does not */
+    ISOLATE_GATE_MS = 10000, /* the same, while the commit that covers it is not acknowledged */
+    ISOLATE_BUSY_MS = 20
+};
 
 struct engine;
 struct part;
