@@ -727,6 +727,11 @@ int64_t kmq_ledger_oldest_open(const kmq_ledger *ledger)
     return next_open(ledger, 0, INT64_MAX, INT64_MAX, &run) ? run.lo : -1;
 }
 
+bool kmq_ledger_is_open(const kmq_ledger *ledger, int64_t offset)
+{
+    return kmq_offset_set_has(&ledger->open, offset) || kmq_limits_has(&ledger->own, offset);
+}
+
 kmq_ledger_counts kmq_ledger_counters(const kmq_ledger *ledger) { return ledger->counts; }
 
 size_t kmq_ledger_bytes(const kmq_ledger *ledger)

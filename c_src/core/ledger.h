@@ -172,6 +172,7 @@ int64_t kmq_ledger_open(const kmq_ledger *ledger);        /* handed out, not set
 int64_t kmq_ledger_waiting(const kmq_ledger *ledger);     /* fetched, not handed out, not parked */
 int64_t kmq_ledger_parking(const kmq_ledger *ledger);     /* of these: wait for their PARK */
 int64_t kmq_ledger_oldest_open(const kmq_ledger *ledger); /* offset, or -1 */
+bool kmq_ledger_is_open(const kmq_ledger *ledger, int64_t offset);
 kmq_ledger_counts kmq_ledger_counters(const kmq_ledger *ledger);
 size_t kmq_ledger_bytes(const kmq_ledger *ledger); /* the struct and all it has allocated */
 void kmq_ledger_check(const kmq_ledger *ledger);   /* asserts the invariants: O(memory) */

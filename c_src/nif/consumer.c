@@ -111,6 +111,8 @@ static bool read_config(ErlNifEnv *env, ERL_NIF_TERM map, engine *e)
               term_map_int64(env, map, atoms.instance, &instance);
     c->instance = (uint64_t)instance;
     if (!c->markers) c->max_in_flight = INT64_MAX;
+    ok = ok && term_map_int64(env, map, atoms.max_redeliveries, &c->max_redeliveries) &&
+         term_map_int64(env, map, atoms.drain_ms, &c->drain_ms);
     ok = ok && term_map_int64(env, map, atoms.ttl_ms, &c->ttl_ms) && c->ttl_ms >= 0 &&
          enif_get_map_value(env, map, atoms.on_expired, &value);
     c->expired_discard = ok && enif_compare(value, atoms.discard) == 0;
@@ -160,6 +162,7 @@ KMQ_NIF(nif_consumer_open)
     e->renew_due = engine_now() + e->config.lease_ms / 3;
     enif_self(env, &e->owner);
     e->owner_alive = true;
+    isolate_join(e); /* before anything can end it */
     kafka_error err = {0};
     kafka_wake control = {.fn = engine_control_woken, .ctx = e, .fd = -1},
                records = {.fn = engine_records_woken, .ctx = e, .fd = -1};

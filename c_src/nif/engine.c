@@ -458,6 +458,7 @@ static void flush_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
 
 static void destroy_clients(engine *e)
 {
+    isolate_leave(e);
     if (e->consumer) kafka_consumer_destroy(e->consumer, NULL, NULL);
     if (e->producer) kafka_producer_destroy(e->producer, NULL, NULL);
     e->consumer = NULL;
@@ -544,7 +545,7 @@ int engine_rebuild(engine *e, kafka_error *err)
     return rc;
 }
 
-static int64_t earliest(const engine *e, int64_t now)
+static int64_t earliest(engine *e, int64_t now)
 {
     int64_t next = now + e->config.max_poll_ms / 3;
 #define SOONER(t)                                                                                                      \
@@ -554,9 +555,9 @@ static int64_t earliest(const engine *e, int64_t now)
     } while (0)
     if (!e->commit_in_flight) SOONER(e->commit_due);
     SOONER(e->flush_due);
-    if (atomic_load(&((engine *)(uintptr_t)e)->pending) && e->flush_due == INT64_MAX)
-        SOONER(now + e->config.ack_flush_ms);
+    if (atomic_load(&e->pending) && e->flush_due == INT64_MAX) SOONER(now + e->config.ack_flush_ms);
     if (e->config.markers) SOONER(e->renew_due);
+    SOONER(isolate_due(e, now));
     if (e->rebalance == REB_SETTLE || e->rebalance == REB_COMMIT || e->state == ENGINE_CLOSING || e->flush_seq)
         SOONER(now + BUSY_MS);
     for (int32_t i = e->first_slot; i < e->n_slots; i++) {
@@ -599,6 +600,7 @@ int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_m
     if (atomic_load(&e->pending) && (e->flush_due == INT64_MAX || e->flush_due <= now)) marks_flush(e, now);
     if (now >= e->renew_due) marks_renew(e, now);
     marks_timeouts(e, now);
+    isolate_turn(e, true, now);
     flush_on(e, env, events, now);
     if (e->rebalance == REB_SETTLE || e->rebalance == REB_COMMIT) rebalance_on(e, env, events, now);
     if (e->rebalance == REB_NONE && now >= e->commit_due && e->state == ENGINE_OPEN) engine_send_commit(e, now);
@@ -609,7 +611,8 @@ int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_m
     reap(e);
     enif_make_reverse_list(env, *events, events);
 
-    atomic_store(&e->owner_wants_reports, e->rebalance == REB_SETTLE || e->state == ENGINE_CLOSING || e->flush_seq);
+    atomic_store(&e->owner_wants_reports,
+                 e->rebalance == REB_SETTLE || e->state == ENGINE_CLOSING || e->flush_seq || isolate_busy());
     enif_mutex_lock(e->wake_lock);
     if (!e->borrower_set) e->ready_sent = false;
     enif_mutex_unlock(e->wake_lock);

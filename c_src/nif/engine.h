@@ -14,9 +14,9 @@
  * below the committed offset the next time, and the tracker counts it.
  *
  * Files: engine.c (life, poll, timers, rebalances, commits), pump.c (fetch, START, hand-out), marks.c (records to the marker
- * topic and their reports).
+ * topic and their reports), isolate.c (what crashed before, beside all engines of the VM).
  *
- * Locks, in this order: engine.lock -> slots_lock -> part.lock; wake_lock is a leaf and is also taken in librdkafka's callbacks (which
+ * Locks, in this order: engine.lock -> slots_lock -> part.lock; engine.lock -> isolate.c's -> wake_lock; wake_lock is a leaf and is also taken in librdkafka's callbacks (which
  * hold a queue lock), so nobody calls librdkafka with it. No librdkafka call under a part.lock.
  * Threads: NIFs on any scheduler; callbacks of librdkafka touch wake_* only. */
 #ifndef KMQ_ENGINE_H
@@ -25,6 +25,7 @@
 #include <erl_nif.h>
 #include <stdatomic.h>
 #include "filter.h"
+#include "isolate.h"
 #include "kmq.h"
 #include "ledger.h"
 #include "marker.h"
@@ -44,7 +45,8 @@ typedef struct engine_config {
     int64_t max_poll_ms, store_bytes;
     char *count_header;
     uint64_t instance;
-    int64_t ttl_ms;       /* of every message from its publication on; 0: none */
+    int64_t ttl_ms; /* of every message from its publication on; 0: none */
+    int64_t max_redeliveries, drain_ms;
     bool expired_discard; /* what expired is dropped, not dead-lettered */
     kmq_filter filter;    /* what this consumer wants; the rest is skipped */
 } engine_config;
@@ -161,6 +163,8 @@ struct engine {
     bool producer_broken;
     char start_error[160];
     int64_t start_error_at;
+
+    isolate_member isolate;
 
     _Atomic int64_t pending;   /* ENDs and RETRYs not yet in a record */
     _Atomic int64_t owner_due; /* when the owner polls next */

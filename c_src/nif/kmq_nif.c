@@ -132,7 +132,7 @@ static int load(ErlNifEnv *env, void **priv, ERL_NIF_TERM info)
     if (!enif_get_int(env, info, &abi) || abi != KMQ_NIF_ABI) return 1;
     atoms_load(env);
     engine_clock_load();
-    return resources_load(env) ? 0 : 2;
+    return isolate_load() && resources_load(env) ? 0 : 2;
 }
 
 /* librdkafka's threads may not lose their code: a second version of the module in one VM is refused. */

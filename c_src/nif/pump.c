@@ -77,7 +77,7 @@ static bool read_headers(const engine *e, const kafka_record *record, const kafk
                          store_kmq *kmq, int64_t *due_ms)
 {
     int64_t due = -1, expires = -1;
-    bool ours = true, group = false, count = false, deliveries = false;
+    bool ours = true, group = false, count = false, deliveries = false, cause = false;
     for (size_t i = 0; i < n; i++) {
         const kafka_header *h = &headers[i];
         if (!count && header_is(h, e->config.count_header)) {
@@ -93,6 +93,9 @@ static bool read_headers(const engine *e, const kafka_record *record, const kafk
         } else if (!deliveries && header_is(h, "kmq-deliveries")) {
             kmq->deliveries = parse_count(h) + 1;
             deliveries = true;
+        } else if (!cause && header_is(h, "kmq-cause")) {
+            kmq->crashed = h->value && h->value_len == 5 && !memcmp(h->value, "crash", 5);
+            cause = true;
         } else if (kmq->id_header < 0 && header_is(h, "kmq-origin")) {
             kmq->id_header = (int32_t)i;
         } else if (due < 0 && header_is(h, "kmq-due")) {
@@ -352,17 +355,19 @@ static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, in
     int64_t broker_now = part_now(p, now);
     *cut = false;
     while (got < max) {
+        int64_t most = max - got;
+        if (e->config.markers && (p->store.crashed || isolate_busy())) most = isolate_most(e, p, most, now);
         enif_mutex_lock(p->lock);
         int64_t ready = kmq_ledger_ready(&p->ledger),
                 free_slots = e->config.max_in_flight - kmq_ledger_open(&p->ledger);
         p->full = ready > 0 && free_slots <= 0;
-        int64_t n = ready < max - got ? ready : max - got;
+        int64_t n = ready < most ? ready : most;
         if (n > free_slots) n = free_slots;
         if (n > HAND_OUT) n = HAND_OUT;
         if (n > (int64_t)p->store.count) n = (int64_t)p->store.count;
         if (n > 0 && p->gated) {
             enif_mutex_unlock(p->lock);
-            ask_gate(e, p, ready < max ? ready : max, now);
+            ask_gate(e, p, ready < most ? ready : most, now);
             return got;
         }
         if (n > 0 && kmq_ledger_hand_out(&p->ledger, n, now)) n = 0;
@@ -419,6 +424,7 @@ ERL_NIF_TERM pump_take(engine *e, ErlNifEnv *env, int64_t max, int64_t now, bool
     marks_reports(e, now);
     if (!may_fetch(e) || max <= 0) return enif_make_list(env, 0);
     if (!e->config.markers) fetch(e, max, now, start);
+    isolate_turn(e, false, now);
     bool cut;
     int64_t got;
     ERL_NIF_TERM batches = hand_out(e, env, max, now, start, &got, &cut);

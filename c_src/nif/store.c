@@ -44,6 +44,7 @@ static void drop_entry(store *s, store_entry *entry)
     store_block *block = s->first;
     block->read += entry->size;
     s->count--;
+    s->crashed -= entry->kmq.crashed;
     if (block->read < block->write) return;
     s->first = block->next;
     if (!s->first) s->last = NULL;
@@ -133,6 +134,7 @@ bool store_push(store *s, const kafka_record *record, const kafka_header *header
         if (headers[i].value) at = append(at, headers[i].value, headers[i].value_len);
     }
     s->count++;
+    s->crashed += kmq->crashed;
     s->bytes += key_len + record->value_len + headers_len;
     return true;
 }
@@ -140,6 +142,23 @@ bool store_push(store *s, const kafka_record *record, const kafka_header *header
 int64_t store_first(const store *s) { return first_entry(s)->offset; }
 
 int64_t store_first_expires(const store *s) { return first_entry(s)->kmq.expires_ms; }
+
+bool store_first_crashed(const store *s) { return first_entry(s)->kmq.crashed; }
+
+int32_t store_first_attempt(const store *s) { return first_entry(s)->kmq.attempt; }
+
+int64_t store_uncrashed(const store *s, int64_t most, int64_t below)
+{
+    if (!s->crashed && below == INT64_MAX) return most;
+    int64_t n = 0;
+    for (const store_block *block = s->first; block; block = block->next)
+        for (size_t at = block->read; at < block->write; n++) {
+            const store_entry *entry = (const store_entry *)(const void *)(block->bytes + at);
+            if (n == most || entry->kmq.crashed || entry->offset >= below) return n;
+            at += entry->size;
+        }
+    return n;
+}
 
 static size_t payload_bytes(const store_entry *entry)
 {

@@ -24,7 +24,8 @@ typedef struct store_block store_block;
 typedef struct store {
     store_block *first, *last;
     size_t count;
-    size_t bytes; /* of keys, values and headers, for the engine's bound */
+    size_t bytes;   /* of keys, values and headers, for the engine's bound */
+    size_t crashed; /* entries whose last cause was a crash */
 } store;
 
 /* What kmq's own headers say about a message. */
@@ -33,6 +34,7 @@ typedef struct store_kmq {
     int32_t deliveries; /* hand-outs so far + 1 */
     int32_t id_header;  /* index of kmq-origin in headers, -1 = none */
     int64_t expires_ms; /* epoch ms, INT64_MAX = never */
+    bool crashed;       /* its last cause was a crash */
 } store_kmq;
 
 void store_init(store *store);
@@ -44,6 +46,11 @@ bool store_push(store *store, const kafka_record *record, const kafka_header *he
 int64_t store_first(const store *store);
 /* When it expires. */
 int64_t store_first_expires(const store *store);
+/* Whether its last cause was a crash, and which attempt it is. */
+bool store_first_crashed(const store *store);
+int32_t store_first_attempt(const store *store);
+/* How many of the first `most` entries are below the offset and before the first that crashed. O(1) without such limits, else O(most). */
+int64_t store_uncrashed(const store *store, int64_t most, int64_t below);
 /* Takes it out unseen. */
 void store_drop(store *store);
 /* Takes the first entry out as the term {Offset, Ts, Key, Value, Headers, Attempt, Deliveries, Id | nil}. */

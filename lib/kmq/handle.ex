@@ -305,6 +305,8 @@ defmodule Kmq.Handle do
       commit_interval_ms: config.commit_interval,
       ack_flush_ms: config.ack_flush_interval,
       revoke_wait_ms: min(config.drain_timeout, 10_000),
+      drain_ms: config.drain_timeout,
+      max_redeliveries: config.max_redeliveries,
       max_poll_ms: max_poll,
       store_bytes: 32 * 1024 * 1024,
       count_header: config.count_header,

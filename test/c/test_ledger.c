@@ -92,6 +92,9 @@ static void compare(const kmq_ledger *ledger, const model *m)
     assert_int_equal(kmq_ledger_open(ledger), open);
     assert_int_equal(kmq_ledger_ends(ledger), ends);
     assert_int_equal(kmq_ledger_oldest_open(ledger), oldest);
+    if (oldest >= 0) assert_true(kmq_ledger_is_open(ledger, oldest));
+    assert_false(kmq_ledger_is_open(ledger, oldest - 1));
+    assert_false(kmq_ledger_is_open(ledger, ledger->position));
     assert_int_equal(kmq_ledger_floor(ledger), floor);
     int64_t got_timeout = kmq_ledger_next_timeout(ledger);
     if (got_timeout !=

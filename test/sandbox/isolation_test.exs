@@ -1,0 +1,152 @@
+defmodule Kmq.Sandbox.IsolationTest do
+  # Who may be out beside whom, over two handles of one VM. Messages are published as a tracker's copies after a crash are.
+  use Kmq.Test.ClusterCase, on: :sandbox
+
+  alias Kmq.Consumer
+
+  defp crashed(value, failures, partition \\ 0) do
+    headers = [{"kmq-redelivery-count", <<failures>>}, {"kmq-cause", "crash"}]
+    {value, headers: headers, partition: partition}
+  end
+
+  defp now, do: System.monotonic_time(:millisecond)
+
+  # Both are asked in turn, until `fun` says so of what came from both.
+  defp pull_both(pair, fun, acc \\ []) do
+    more = Enum.flat_map(pair, &Consumer.pull(&1, max: 50, wait: 100))
+    acc = acc ++ more
+    if fun.(acc), do: acc, else: pull_both(pair, fun, acc)
+  end
+
+  defp crashed?(message), do: message.value =~ "crashed"
+
+  test "at most eight that crashed are out at once; what did not crash passes them by", %{
+    cluster: cluster
+  } do
+    pair =
+      for name <- ["a", "b"] do
+        topic = queue(cluster, 3, name)
+
+        publish(
+          cluster,
+          topic,
+          for(i <- 0..9, do: crashed("crashed #{name}#{i}", 1 + rem(i, 3), rem(i, 2))) ++
+            for(i <- 0..9, do: {"plain #{name}#{i}", partition: 2})
+        )
+
+        consumer(options(cluster, topic, max_redeliveries: 9, lease: 30_000))
+      end
+
+    got = pull_both(pair, &(length(&1) >= 28))
+    {out, plain} = Enum.split_with(got, &crashed?/1)
+    assert {length(out), length(plain)} == {8, 20}
+    since = now() + 1_000
+    assert pull_both(pair, fn _ -> now() > since end) == []
+
+    # One settled, in whatever way: another comes.
+    [first, second | out] = out
+    assert Kmq.ack(first) == :ok
+    assert [third] = pull_both(pair, &(&1 != []))
+    assert Kmq.discard(second) == :ok
+    assert [fourth] = pull_both(pair, &(&1 != []))
+
+    # What a consumer held is free when it is gone.
+    [a, b] = pair
+    of_b = Enum.count([third, fourth | out], &(&1.value =~ "crashed b"))
+    ExUnit.CaptureLog.capture_log(fn -> Consumer.stop(b) end)
+    came = pull_both([a], &(length(&1) >= of_b))
+    assert length(came) == of_b
+
+    # And so on until the end, never more than eight.
+    left = Enum.filter([third, fourth | out] ++ came, &(&1.value =~ "crashed a"))
+    assert length(left) == 8
+    assert rest(a, left) == 10 - Enum.count([first, second], &(&1.value =~ "crashed a"))
+  end
+
+  # Settles one after the other; how many came in all.
+  defp rest(_consumer, []), do: 0
+
+  defp rest(consumer, [message | out]) do
+    assert length(out) < 8
+    assert Kmq.ack(message) == :ok
+    1 + rest(consumer, out ++ Consumer.pull(consumer, max: 50, wait: 300))
+  end
+
+  test "on its last attempt it is alone: nothing beside it, nothing before it is written down, for a bounded time",
+       %{cluster: cluster} do
+    [topic_a, topic_b] = for name <- ["a", "b"], do: queue(cluster, 1, name)
+    options = [max_redeliveries: 1, drain_timeout: 4_000, lease: 30_000]
+    publish(cluster, topic_a, ["a1"])
+    a = consumer(options(cluster, topic_a, options))
+    b = consumer(options(cluster, topic_b, options))
+    [a1] = pull(a, 1)
+
+    # It waits for what another handle has in work, and that one gets no more meanwhile.
+    publish(cluster, topic_b, [crashed("last", 1), "b2"])
+    last = Task.async(fn -> pull(b, 1) end)
+    eventually(fn -> assert waiting(b) == 2 end, 10_000)
+    publish(cluster, topic_a, ["a2"])
+    eventually(fn -> assert waiting(a) == 1 end)
+    assert Consumer.pull(a, max: 9, wait: 800) == []
+    assert Task.yield(last, 0) == nil
+    assert Kmq.ack(a1) == :ok
+    assert [%{value: "last", attempt: 2} = alone] = Task.await(last, 20_000)
+    assert ends(a) == 0
+
+    # While it is in work nothing goes, in either handle; then everything does.
+    assert pull_both([a, b], soon(700)) == []
+    assert Kmq.ack(alone) == :ok
+    got = pull_both([a, b], &(length(&1) == 2))
+    assert Enum.sort(Enum.map(got, & &1.value)) == ["a2", "b2"]
+
+    # Two are in work for ever: it goes all the same, alone until it is settled.
+    publish(cluster, topic_b, [crashed("last again", 5)])
+    eventually(fn -> assert waiting(b) == 1 end)
+    began = now()
+    assert [%{value: "last again"} = alone] = pull(b, 1)
+    assert now() - began >= 3_900
+    publish(cluster, topic_a, ["a3"])
+    eventually(fn -> assert waiting(a) == 1 end)
+    assert Consumer.pull(a, wait: 700) == []
+    assert Kmq.retry(alone, delay: 60_000) == :ok
+    assert [%{value: "a3"}] = pull(a, 1)
+    assert Kmq.ack(got) == :ok
+  end
+
+  test "who waits to be alone and is not asked for any more, or is closed, holds nobody up", %{
+    cluster: cluster
+  } do
+    [topic_a, topic_b] = for name <- ["a", "b"], do: queue(cluster, 1, name)
+    options = [max_redeliveries: 1, drain_timeout: 60_000, lease: 30_000]
+    publish(cluster, topic_a, ["a1"])
+    publish(cluster, topic_b, [crashed("last", 1)])
+    a = consumer(options(cluster, topic_a, options))
+    b = consumer(options(cluster, topic_b, options))
+    [a1] = pull(a, 1)
+    eventually(fn -> assert waiting(b) == 1 end, 10_000)
+
+    # Nobody pulls from b after this.
+    assert Consumer.pull(b, wait: 500) == []
+    publish(cluster, topic_a, ["a2"])
+    assert [a2] = pull(a, 1)
+
+    # In work when its consumer ends.
+    assert Kmq.ack([a1, a2]) == :ok
+    assert [%{value: "last"}] = pull(b, 1)
+    publish(cluster, topic_a, ["a3"])
+    eventually(fn -> assert waiting(a) == 1 end)
+    assert Consumer.pull(a, wait: 300) == []
+    Consumer.stop(b)
+    assert [a3] = pull(a, 1)
+    assert Kmq.ack(a3) == :ok
+  end
+
+  defp soon(ms) do
+    until = now() + ms
+    fn _ -> now() > until end
+  end
+
+  defp info(consumer), do: Kmq.Handle.info(GenServer.call(consumer, :handle))
+  defp waiting(consumer), do: info(consumer).waiting
+  defp ends(consumer), do: info(consumer).ends + info(consumer).in_flight
+end
