@@ -71,7 +71,7 @@ defmodule Kmq.OptionsTest do
     {:on_success, :ack, :noop, :noop, :commit,
      "invalid value for :on_success option: expected :ack, :retry, {:retry, delay_ms | backoff}, :release, {:snooze, delay_ms}, :reject, :discard, :noop or :manual, got: :commit"},
     {:on_failure, :retry, {:retry, [5]}, {:retry, {:list, [5], 0.0}}, {:snooze, -1},
-     "invalid value for :on_failure option: expected :ack, :retry, {:retry, delay_ms | backoff}, :release, {:snooze, delay_ms}, :reject, :discard, :noop or :manual, got: {:snooze, -1}"},
+     "invalid value for :on_failure option: expected a delay of 0 to 2592000000 ms (30 days), got: -1"},
     {:filter, [], [tags: ["a"], headers: [{"h", "1"}], routing: ["a.*.#"]],
      [{:tag, "a"}, {:header, "h", "1"}, {:routing, "a.*.#"}], [tags: ["a,b"]],
      "invalid value for :filter option: expected a list of strings without commas, got: [\"a,b\"]"},
