@@ -542,7 +542,7 @@ defmodule Kmq.Tracker do
   defp event(:error, info, state) do
     error = Error.from_native({info.name, info.code, info.retriable, info.fatal, info.text})
     Telemetry.execute([:kmq, :error], %{count: 1}, %{group: state.config.group_id, error: error})
-    Logger.warning("#{name(state)}: #{Exception.message(error)}")
+    if fresh?(info.name), do: Logger.warning("#{name(state)}: #{Exception.message(error)}")
   end
 
   defp event(:marker_gap, info, state) do
@@ -610,7 +610,19 @@ defmodule Kmq.Tracker do
   defp where(%{partition: -1} = info, state), do: name(state) <> ", " <> info.topic
   defp where(info, state), do: name(state) <> ", " <> info.topic <> "/#{info.partition}"
 
+  # The same error is said once in ten seconds, as the consumer's; telemetry has each.
+  defp fresh?(name) do
+    now = System.monotonic_time(:millisecond)
+
+    if now - Process.get({:said, name}, now - 20_000) > 10_000 do
+      Process.put({:said, name}, now)
+      true
+    else
+      false
+    end
+  end
+
   # What matters comes as an event of its own; librdkafka is talkative about passing troubles.
-  defp level(level) when level <= 3, do: :warning
+  defp level(level) when level <= 2, do: :warning
   defp level(_other), do: :debug
 end
