@@ -655,7 +655,7 @@ static void test_no_memory(void **state)
             for (int forever = 0; forever < 2; forever++) {
                 for (uint64_t i = 1; fail_run(seed, steps, at, i, forever != 0, &got); i++) {
                     assert_int_equal(got, want);
-                    if (i > 40) i += i / 4; /* the spare nodes of a large plan are all alike */
+                    if (i > 40 && !getenv("KMQ_LONG")) i += i / 4; /* the spare nodes of a large plan are all alike */
                 }
                 assert_int_equal(got, want);
             }
