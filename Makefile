@@ -48,16 +48,18 @@ demo: setup
 
 test: setup-test
 	@$(C) check check-deps
-	@$(if $(ARGS),mix test $(ARGS),$(halves))
+	@$(if $(ARGS),mix test $(ARGS),$(thirds))
 
-# The Elixir tests wait more than they compute: two halves at a time, each with a VM and a Kafka of its own.
-halves = MIX_ENV=test mix compile && { \
-    MIX_TEST_PARTITION=2 mix test --partitions 2 >$(BUILD)/half-2.log 2>&1 & other=$$!; \
-    echo "two halves of the Elixir tests, the first:"; \
-    MIX_TEST_PARTITION=1 mix test --partitions 2; first=$$?; \
-    wait $$other; second=$$?; \
-    echo "the second:"; cat $(BUILD)/half-2.log; \
-    [ $$first = 0 ] && [ $$second = 0 ]; }
+# The Elixir tests wait more than they compute: three parts at a time, each with a VM and a Kafka of its own.
+part   = MIX_TEST_PARTITION=$(1) mix test --partitions 3
+thirds = MIX_ENV=test mix compile && { \
+    $(call part,2) >$(BUILD)/part-2.log 2>&1 & second=$$!; \
+    $(call part,3) >$(BUILD)/part-3.log 2>&1 & third=$$!; \
+    echo "three parts of the Elixir tests, the first:"; \
+    $(call part,1); first=$$?; \
+    wait $$second; second=$$?; echo "the second:"; cat $(BUILD)/part-2.log; \
+    wait $$third; third=$$?; echo "the third:"; cat $(BUILD)/part-3.log; \
+    [ $$first = 0 ] && [ $$second = 0 ] && [ $$third = 0 ]; }
 
 test-long: setup-test
 	@KMQ_LONG=1 KMQ_FUZZ=10000000 KMQ_TEST_SCALE=10 $(C) check
