@@ -228,7 +228,7 @@ defmodule Bench do
           {:kmq, _, :ready} -> loop(handle, ack?, n, got, start)
         after
           10_000 ->
-            raise "no message for 10 s (#{got} of #{n}) #{inspect(Kmq.Handle.info(handle), limit: :infinity)} #{inspect(Process.info(handle.pid, [:messages, :current_stacktrace, :dictionary]))} #{inspect(:sys.get_state(handle.pid) |> Map.drop([:config]))}"
+            raise "no message for 10 s (#{got} of #{n}): #{inspect(Kmq.Handle.info(handle))}"
         end
 
       batches ->

@@ -119,7 +119,7 @@ typedef struct mark {
 
 typedef enum engine_state { ENGINE_OPEN, ENGINE_CLOSING, ENGINE_CLOSED } engine_state;
 typedef enum rebalance_state { REB_NONE, REB_ASSIGN, REB_SETTLE, REB_COMMIT } rebalance_state;
-typedef enum close_step { CLOSE_FLUSH, CLOSE_LEAVE, CLOSE_WAIT, CLOSE_SENT } close_step;
+typedef enum close_step { CLOSE_FLUSH, CLOSE_LEAVE, CLOSE_WAIT } close_step;
 
 struct engine {
     ErlNifMutex *lock;
