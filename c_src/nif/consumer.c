@@ -116,6 +116,8 @@ static bool read_config(ErlNifEnv *env, ERL_NIF_TERM map, engine *e)
     ok = ok && term_map_int64(env, map, atoms.ttl_ms, &c->ttl_ms) && c->ttl_ms >= 0 &&
          enif_get_map_value(env, map, atoms.on_expired, &value);
     c->expired_discard = ok && enif_compare(value, atoms.discard) == 0;
+    c->drain_on_revoke = enif_get_map_value(env, map, atoms.drain_on_revoke, &value) && value == atoms.true_;
+    c->cooperative = enif_get_map_value(env, map, atoms.cooperative, &value) && value == atoms.true_;
     ok = ok && enif_get_map_value(env, map, atoms.filter, &value) && read_filter(env, value, &c->filter);
     return ok && c->lease_ms > 0 && c->start_ahead > 0 && c->max_in_flight > 0 && c->max_poll_ms > 0 &&
            enif_get_map_value(env, map, atoms.topics, &value) && read_topics(env, value, e);
@@ -298,7 +300,7 @@ KMQ_NIF(nif_consumer_assign)
     kafka_error err = {0};
     if (e->state != ENGINE_OPEN)
         result = term_error_atom(env, atoms.closed);
-    else if (e->epoch != epoch || e->rebalance != REB_ASSIGN)
+    else if (!epoch || e->asked != epoch)
         result = term_error_atom(env, atoms.stale);
     else if (engine_assign(e, list, has_commit, n, &err))
         result = term_error(env, &err);
@@ -322,7 +324,7 @@ KMQ_NIF(nif_consumer_reset)
     if (!enif_get_int(env, argv[1], &slot) || !enif_get_int64(env, argv[2], &offset)) return enif_make_badarg(env);
     ENGINE_OR_RETURN(e)
     part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
-    if (!p || p->state != PART_ACTIVE || !p->broken || e->rebalance != REB_NONE) {
+    if (!p || p->state != PART_ACTIVE || !p->broken) {
         enif_mutex_unlock(e->lock);
         return term_error_atom(env, atoms.stale);
     }
@@ -624,7 +626,11 @@ static ERL_NIF_TERM part_info(ErlNifEnv *env, part *p)
 {
     ERL_NIF_TERM map = enif_make_new_map(env);
     enif_make_map_put(env, map, atoms.topic, term_text(env, p->topic->name), &map);
-    enif_make_map_put(env, map, atoms.state, p->state == PART_ACTIVE ? atoms.assigned : atoms.retired, &map);
+    enif_make_map_put(env, map, atoms.state,
+                      p->state == PART_ACTIVE    ? atoms.assigned
+                      : p->state == PART_LEAVING ? atoms.leaving
+                                                 : atoms.retired,
+                      &map);
     enif_make_map_put(env, map, atoms.gated, p->gated ? atoms.true_ : atoms.false_, &map);
     enif_mutex_lock(p->lock);
     put(env, &map, atoms.open, kmq_ledger_open(&p->ledger));

@@ -1,4 +1,4 @@
-/* engine - life, timers, rebalances and commits of one consumer. The picture is in engine.h. */
+/* engine - life, timers and commits of one consumer. The picture is in engine.h. */
 #include "engine.h"
 
 #include <string.h>
@@ -7,7 +7,7 @@
 #include "term.h"
 #include "../kafka/failpoint.h"
 
-enum { CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200, PROMPT_MS = 2000 };
+enum { CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200 };
 
 /* Positive, unlike the VM's own: 0 can mean "never". */
 static int64_t base_ms;
@@ -61,7 +61,6 @@ void engine_reports_woken(void *ctx)
     if (atomic_load(&e->owner_wants_reports)) engine_notify_owner(e, 0);
 }
 
-/* ------------------------------------------------------------------ partitions */
 static void *core_realloc(void *ctx, void *ptr, size_t size)
 {
     (void)ctx;
@@ -70,164 +69,6 @@ static void *core_realloc(void *ctx, void *ptr, size_t size)
     return NULL;
 }
 const kmq_alloc core_alloc = {core_realloc, NULL};
-
-static engine_topic *find_topic(engine *e, const char *name)
-{
-    for (size_t i = 0; i < e->n_topics; i++)
-        if (!strcmp(e->topics[i].name, name)) return &e->topics[i];
-    return NULL;
-}
-
-part *engine_find(engine *e, const char *topic, int32_t partition)
-{
-    for (size_t i = 0; i < e->n_active; i++)
-        if (e->active[i]->partition == partition && !strcmp(e->active[i]->topic->name, topic)) return e->active[i];
-    return NULL;
-}
-
-static void free_part(part *p)
-{
-    while (p->retries) {
-        retry *r = p->retries;
-        p->retries = r->next;
-        enif_free(r);
-    }
-    store_free(&p->store);
-    enif_free(p->parks);
-    kmq_ledger_free(&p->ledger);
-    enif_mutex_destroy(p->lock);
-    enif_free(p);
-}
-
-static part *new_part(engine *e, engine_topic *topic, int32_t partition, int64_t position, int64_t committed)
-{
-    part *p = enif_alloc(sizeof *p);
-    if (!p) return NULL;
-    *p = (part){.topic = topic,
-                .partition = partition,
-                .position = position,
-                .hot = true,
-                .gate_offset = -1,
-                .gated = e->config.markers,
-                .committed = committed,
-                .sent = committed};
-    p->retries_tail = &p->retries;
-    store_init(&p->store);
-    p->lock = enif_mutex_create((char *)(uintptr_t) "kmq:partition");
-    kmq_delivery delivery = e->config.markers ? KMQ_DELIVERY_MARKERS : KMQ_DELIVERY_AT_MOST_ONCE;
-    if (!p->lock || kmq_ledger_init(&p->ledger, &core_alloc, delivery, position, e->config.max_processing_ms)) {
-        if (p->lock) enif_mutex_destroy(p->lock);
-        enif_free(p);
-        return NULL;
-    }
-    return p;
-}
-
-static bool add_slot(engine *e, part *p)
-{
-    enif_rwlock_rwlock(e->slots_lock);
-    if (e->n_slots == e->cap_slots) {
-        int32_t cap = e->cap_slots ? e->cap_slots * 2 : 64;
-        part **slots = enif_realloc(e->slots, (size_t)cap * sizeof *slots);
-        if (!slots) {
-            enif_rwlock_rwunlock(e->slots_lock);
-            return false;
-        }
-        e->slots = slots;
-        e->cap_slots = cap;
-    }
-    p->slot = e->n_slots;
-    e->slots[e->n_slots++] = p;
-    enif_rwlock_rwunlock(e->slots_lock);
-    return true;
-}
-
-/* What was handed out stays: its acks, renewals and time limit go on until nothing is open. */
-static void retire(engine *e, part *p)
-{
-    enif_mutex_lock(p->lock);
-    kmq_ledger_retire(&p->ledger);
-    p->state = PART_RETIRED;
-    enif_mutex_unlock(p->lock);
-    p->queue = NULL;
-    p->n_parks = 0;
-    store_free(&p->store);
-    e->n_retired++;
-}
-
-static void retire_all(engine *e)
-{
-    for (size_t i = 0; i < e->n_active; i++) retire(e, e->active[i]);
-    e->n_active = 0;
-}
-
-static void reap(engine *e)
-{
-    for (int32_t i = e->first_slot; i < e->n_slots && e->n_retired; i++) {
-        part *p = e->slots[i];
-        if (!p || p->state != PART_RETIRED || p->in_flight) continue;
-        enif_mutex_lock(p->lock);
-        bool done = !kmq_ledger_open(&p->ledger) && !kmq_ledger_ends(&p->ledger) && !p->retries;
-        enif_mutex_unlock(p->lock);
-        if (!done) continue;
-        enif_rwlock_rwlock(e->slots_lock);
-        e->slots[i] = NULL;
-        enif_rwlock_rwunlock(e->slots_lock);
-        free_part(p);
-        e->n_retired--;
-    }
-    while (e->first_slot < e->n_slots && !e->slots[e->first_slot]) e->first_slot++;
-}
-
-int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_commit, size_t n, kafka_error *err)
-{
-    part **active = enif_alloc((n + 1) * sizeof *active);
-    if (!active) return KAFKA_ENOMEM;
-    size_t made = 0;
-    int rc = kafka_consumer_assign(e->consumer, partitions, n, err);
-    for (size_t i = 0; i < n && !rc; i++) {
-        engine_topic *topic = find_topic(e, partitions[i].topic);
-        part *p = topic ? new_part(e, topic, partitions[i].partition, partitions[i].offset,
-                                   has_commit[i] ? partitions[i].offset : -1)
-                        : NULL;
-        if (!p || !add_slot(e, p)) {
-            if (p) free_part(p);
-            rc = KAFKA_ENOMEM;
-            break;
-        }
-        p->queue = kafka_consumer_queue(e->consumer, topic->name, p->partition);
-        active[made++] = p;
-    }
-    enif_free(e->active);
-    e->active = active;
-    e->n_active = made;
-    e->cursor = 0;
-    e->rebalance = REB_NONE;
-    e->commit_due = engine_now(); /* an empty partition's position is committed, too: its first start is over */
-    e->prompt_until = e->commit_due + PROMPT_MS;
-    if (!rc) engine_wake_borrower(e);
-    return rc;
-}
-
-/* The partition begins again at `offset` (out of range, topic made anew): as a new assignment of it, with a slot of its own. */
-int engine_reset(engine *e, part *p, int64_t offset, int64_t committed, kafka_error *err)
-{
-    part *fresh = new_part(e, p->topic, p->partition, offset, committed);
-    if (!fresh) return KAFKA_ENOMEM;
-    if (!add_slot(e, fresh)) {
-        free_part(fresh);
-        return KAFKA_ENOMEM;
-    }
-    fresh->queue = p->queue;
-    for (size_t i = 0; i < e->n_active; i++)
-        if (e->active[i] == p) e->active[i] = fresh;
-    retire(e, p);
-    int rc = kafka_consumer_seek(e->consumer, fresh->topic->name, fresh->partition, offset, err);
-    if (rc) fresh->broken = true;
-    engine_want_commit(e, engine_now());
-    engine_wake_borrower(e);
-    return rc;
-}
 
 /* ------------------------------------------------------------------ commits */
 /* Where a message kills its VM again and again, it does so soon after an assignment: for a while commits go out with the hand-out itself, so
@@ -245,10 +86,10 @@ void engine_send_commit(engine *e, int64_t now)
     enum { MOST = 1024 };
     kafka_partition list[MOST];
     size_t n = 0;
-    if (e->commit_in_flight || !e->consumer) return;
+    if (e->commit_in_flight || !e->consumer || e->revoking == REVOKE_SETTLE) return;
     e->commit_due = INT64_MAX;
     (void)KMQ_FAILPOINT("handout_commit");
-    for (size_t i = 0; i < e->n_active && n < MOST; i++) {
+    for (size_t i = 0; i < e->n_assigned && n < MOST; i++) {
         part *p = e->active[i];
         enif_mutex_lock(p->lock);
         int64_t offset = kmq_ledger_floor(&p->ledger);
@@ -296,83 +137,6 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
     }
 }
 
-/* ------------------------------------------------------------------ rebalances */
-static ERL_NIF_TERM partitions_term(ErlNifEnv *env, const kafka_partition *partitions, size_t n)
-{
-    ERL_NIF_TERM list = enif_make_list(env, 0);
-    for (size_t i = n; i-- > 0;)
-        list = enif_make_list_cell(
-            env,
-            enif_make_tuple2(env, term_text(env, partitions[i].topic), enif_make_int(env, partitions[i].partition)),
-            list);
-    return list;
-}
-
-static ERL_NIF_TERM active_term(const engine *e, ErlNifEnv *env)
-{
-    ERL_NIF_TERM list = enif_make_list(env, 0);
-    for (size_t i = e->n_active; i-- > 0;)
-        list = enif_make_list_cell(env,
-                                   enif_make_tuple2(env, term_text(env, e->active[i]->topic->name),
-                                                    enif_make_int(env, e->active[i]->partition)),
-                                   list);
-    return list;
-}
-
-static void revoked(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
-{
-    *events = enif_make_list_cell(env,
-                                  enif_make_tuple4(env, atoms.revoked, enif_make_uint64(env, e->epoch),
-                                                   active_term(e, env), e->lost ? atoms.true_ : atoms.false_),
-                                  *events);
-    retire_all(e);
-    kafka_consumer_unassign(e->consumer, NULL);
-    e->rebalance = REB_NONE;
-}
-
-/* A clean revocation waits, bounded, for STARTs and commits in flight and ends with a commit. */
-static void rebalance_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
-{
-    bool over = now >= e->rebalance_deadline || kafka_consumer_lost(e->consumer);
-    if (e->rebalance == REB_SETTLE) {
-        bool busy = e->commit_in_flight;
-        for (size_t i = 0; i < e->n_active && !busy; i++) busy = e->active[i]->starts_in_flight > 0;
-        if (busy && !over) return;
-        for (size_t i = 0; i < e->n_active; i++) {
-            e->active[i]->gate_offset =
-                -1; /* a window that was not committed yet is not handed out any more: the group's */
-            marks_release(e, e->active[i], false);
-        }
-        if (!e->commit_in_flight) engine_send_commit(e, now);
-        e->rebalance = REB_COMMIT;
-    }
-    if (e->rebalance == REB_COMMIT && (!e->commit_in_flight || over)) {
-        e->commit_in_flight = false;
-        revoked(e, env, events);
-    }
-}
-
-static void rebalance_event(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
-{
-    e->epoch++;
-    if (event->type == KAFKA_EVENT_ASSIGN) {
-        if (e->n_active) retire_all(e); /* eager: there is nothing left; a second ASSIGN replaces the first */
-        e->rebalance = REB_ASSIGN;
-        *events = enif_make_list_cell(env,
-                                      enif_make_tuple3(env, atoms.assign, enif_make_uint64(env, e->epoch),
-                                                       partitions_term(env, event->partitions, event->n_partitions)),
-                                      *events);
-        return;
-    }
-    e->lost = event->lost;
-    if (e->lost || !e->n_active) {
-        revoked(e, env, events);
-        return;
-    }
-    e->rebalance = REB_SETTLE;
-    e->rebalance_deadline = now + e->config.revoke_wait_ms;
-}
-
 /* ------------------------------------------------------------------ the owner's poll */
 static void add(ErlNifEnv *env, ERL_NIF_TERM *events, ERL_NIF_TERM name, ERL_NIF_TERM value)
 {
@@ -383,7 +147,7 @@ static void simple_event(engine *e, const kafka_event *event, ErlNifEnv *env, ER
 {
     switch (event->type) {
     case KAFKA_EVENT_ASSIGN:
-    case KAFKA_EVENT_REVOKE: rebalance_event(e, event, env, events, now); break;
+    case KAFKA_EVENT_REVOKE: engine_rebalance_event(e, event, env, events, now); break;
     case KAFKA_EVENT_COMMIT: committed(e, event, env, events, now); break;
     case KAFKA_EVENT_ERROR: add(env, events, atoms.error, term_kafka_error(env, &event->error)); break;
     case KAFKA_EVENT_LOG:
@@ -430,7 +194,7 @@ static void out_of_range(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
 
 static void restart_lame(engine *e, int64_t now)
 {
-    for (size_t i = 0; i < e->n_active && e->rebalance == REB_NONE && e->state == ENGINE_OPEN; i++) {
+    for (size_t i = 0; i < e->n_active && e->state == ENGINE_OPEN; i++) {
         part *p = e->active[i];
         if (!p->lame) continue;
         enif_mutex_lock(p->lock);
@@ -473,9 +237,12 @@ void engine_close_begin(engine *e, int64_t deadline)
     e->draining = true;
     e->close_step = CLOSE_LEAVE;
     e->close_deadline = deadline;
-    if (e->rebalance == REB_ASSIGN) { /* never answered: there is nothing to settle */
-        e->rebalance = REB_NONE;
-        kafka_consumer_unassign(e->consumer, NULL);
+    if (e->asked) { /* never answered: there is nothing to settle */
+        e->asked = 0;
+        if (e->config.cooperative)
+            kafka_consumer_assign_add(e->consumer, NULL, 0, NULL);
+        else
+            kafka_consumer_unassign(e->consumer, NULL);
     }
     marks_flush(e, engine_now());
     if (kafka_consumer_close_begin(e->consumer, NULL)) e->close_step = CLOSE_FLUSH;
@@ -487,7 +254,7 @@ static void close_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
     if (e->state != ENGINE_CLOSING) return;
     bool over = now >= e->close_deadline;
     if (e->close_step == CLOSE_LEAVE && (kafka_consumer_closed(e->consumer) || over)) {
-        retire_all(e);
+        engine_retire_all(e);
         e->close_step = CLOSE_FLUSH;
     }
     if (e->close_step == CLOSE_FLUSH) { /* what is still open goes back at once, at no attempt */
@@ -558,8 +325,7 @@ static int64_t earliest(engine *e, int64_t now)
     if (atomic_load(&e->pending) && e->flush_due == INT64_MAX) SOONER(now + e->config.ack_flush_ms);
     if (e->config.markers) SOONER(e->renew_due);
     SOONER(isolate_due(e, now));
-    if (e->rebalance == REB_SETTLE || e->rebalance == REB_COMMIT || e->state == ENGINE_CLOSING || e->flush_seq)
-        SOONER(now + BUSY_MS);
+    if (e->revoking || e->state == ENGINE_CLOSING || e->flush_seq) SOONER(now + BUSY_MS);
     for (int32_t i = e->first_slot; i < e->n_slots; i++) {
         part *p = e->slots[i];
         if (!p) continue;
@@ -602,17 +368,16 @@ int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_m
     marks_timeouts(e, now);
     isolate_turn(e, true, now);
     flush_on(e, env, events, now);
-    if (e->rebalance == REB_SETTLE || e->rebalance == REB_COMMIT) rebalance_on(e, env, events, now);
-    if (e->rebalance == REB_NONE && now >= e->commit_due && e->state == ENGINE_OPEN) engine_send_commit(e, now);
+    engine_revoke_on(e, env, events, now);
+    if (now >= e->commit_due && e->state == ENGINE_OPEN) engine_send_commit(e, now);
     close_on(e, env, events, now);
     note_broken(e, env, events, now);
     out_of_range(e, env, events);
     restart_lame(e, now);
-    reap(e);
+    engine_reap(e);
     enif_make_reverse_list(env, *events, events);
 
-    atomic_store(&e->owner_wants_reports,
-                 e->rebalance == REB_SETTLE || e->state == ENGINE_CLOSING || e->flush_seq || isolate_busy());
+    atomic_store(&e->owner_wants_reports, e->revoking || e->state == ENGINE_CLOSING || e->flush_seq || isolate_busy());
     enif_mutex_lock(e->wake_lock);
     if (!e->borrower_set) e->ready_sent = false;
     enif_mutex_unlock(e->wake_lock);
@@ -632,7 +397,7 @@ void engine_free(engine *e)
         enif_free(m);
     }
     for (int32_t i = e->first_slot; i < e->n_slots; i++)
-        if (e->slots[i]) free_part(e->slots[i]);
+        if (e->slots[i]) engine_part_free(e->slots[i]);
     for (size_t i = 0; i < e->n_topics; i++) {
         enif_free(e->topics[i].name);
         enif_free(e->topics[i].marker_name);

@@ -13,7 +13,7 @@
  * assignment is handed out only when the commit that covers it is acknowledged (`gated`): a message that kills the VM is then
  * below the committed offset the next time, and the tracker counts it.
  *
- * Files: engine.c (life, poll, timers, rebalances, commits), pump.c (fetch, START, hand-out), marks.c (records to the marker
+ * Files: engine.c (life, poll, timers, commits), rebalance.c (what is assigned), pump.c (fetch, START, hand-out), marks.c (records to the marker
  * topic and their reports), isolate.c (what crashed before, beside all engines of the VM).
  *
  * Locks, in this order: engine.lock -> slots_lock -> part.lock; engine.lock -> isolate.c's -> wake_lock; wake_lock is a leaf and is also taken in librdkafka's callbacks (which
@@ -48,6 +48,8 @@ typedef struct engine_config {
     int64_t ttl_ms; /* of every message from its publication on; 0: none */
     int64_t max_redeliveries, drain_ms;
     bool expired_discard; /* what expired is dropped, not dead-lettered */
+    bool drain_on_revoke; /* a partition is given back when nothing handed out of it is in work */
+    bool cooperative;     /* the group rebalances incrementally */
     kmq_filter filter;    /* what this consumer wants; the rest is skipped */
 } engine_config;
 
@@ -72,7 +74,7 @@ typedef struct park {
     int64_t offset, due_ms;
 } park;
 
-typedef enum part_state { PART_ACTIVE, PART_RETIRED } part_state;
+typedef enum part_state { PART_ACTIVE, PART_LEAVING, PART_RETIRED } part_state;
 
 struct part {
     int32_t slot;
@@ -118,7 +120,7 @@ typedef struct mark {
 } mark;
 
 typedef enum engine_state { ENGINE_OPEN, ENGINE_CLOSING, ENGINE_CLOSED } engine_state;
-typedef enum rebalance_state { REB_NONE, REB_ASSIGN, REB_SETTLE, REB_COMMIT } rebalance_state;
+typedef enum revoke_step { REVOKE_NONE, REVOKE_DRAIN, REVOKE_SETTLE, REVOKE_COMMIT } revoke_step;
 typedef enum close_step { CLOSE_FLUSH, CLOSE_LEAVE, CLOSE_WAIT } close_step;
 
 struct engine {
@@ -139,14 +141,14 @@ struct engine {
     /* Hand-outs between a START and its report: what must be STARTed ahead, beside start_ahead, so that a long round trip starves nobody. */
     uint64_t handed_total, handed_per_trip;
     int64_t handed_at;
-    part **active; /* what is assigned, in round-robin order */
-    size_t n_active, cursor;
+    part **active; /* what is assigned: n_active that flow, in round-robin order, and behind them those that leave */
+    size_t n_active, n_assigned, cursor;
     size_t n_retired;
 
-    uint64_t epoch;
-    rebalance_state rebalance;
+    uint64_t epoch, asked; /* asked: of an ASSIGN that waits for its answer; 0: none */
+    revoke_step revoking;
     bool lost;
-    int64_t rebalance_deadline;
+    int64_t drain_until, revoke_until;
 
     bool draining; /* nothing more is handed out */
     close_step close_step;
@@ -209,6 +211,14 @@ int engine_open_producer(engine *engine, kafka_error *err);
 void engine_control_woken(void *ctx);
 void engine_records_woken(void *ctx);
 void engine_reports_woken(void *ctx);
+
+/* -- rebalance.c */
+void engine_rebalance_event(engine *engine, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events,
+                            int64_t now);
+void engine_revoke_on(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
+void engine_retire_all(engine *engine);
+void engine_reap(engine *engine); /* frees what is retired and holds nothing any more */
+void engine_part_free(part *part);
 
 /* -- pump.c */
 void pump(engine *engine, int64_t want, int64_t now);

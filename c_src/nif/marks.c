@@ -95,7 +95,7 @@ static void give_back(engine *e, part *p, uint8_t type, uint8_t cause, uint8_t f
     enif_mutex_lock(p->lock);
     switch (type) {
     case KMQ_MARKER_START:
-        if (p->state == PART_ACTIVE && kmq_ledger_start_failed(&p->ledger, ranges[0].lo, ranges[n - 1].hi))
+        if (p->state != PART_RETIRED && kmq_ledger_start_failed(&p->ledger, ranges[0].lo, ranges[n - 1].hi))
             p->lame = true;
         p->start_pause_until = now + START_PAUSE_MS;
         break;
@@ -105,7 +105,7 @@ static void give_back(engine *e, part *p, uint8_t type, uint8_t cause, uint8_t f
             atomic_fetch_add(&e->pending, count_offsets(ranges, n));
         break;
     case KMQ_MARKER_PARK:
-        for (size_t i = 0; i < n && p->state == PART_ACTIVE; i++)
+        for (size_t i = 0; i < n && p->state != PART_RETIRED; i++)
             for (int64_t o = ranges[i].lo; o < ranges[i].hi; o++)
                 if (!marks_park(p, o, time_ms)) p->lame = true;
         p->start_pause_until = now + START_PAUSE_MS;
@@ -136,7 +136,7 @@ static void finish(engine *e, mark *m, int64_t now)
         give_back(e, p, m->type, m->cause, m->flags, m->time_ms, m->text, m->text_len, m->ranges, m->n_ranges, now);
     } else if (m->type == KMQ_MARKER_START) {
         enif_mutex_lock(p->lock);
-        if (p->state == PART_ACTIVE && kmq_ledger_started(&p->ledger, m->ranges[0].lo, m->ranges[m->n_ranges - 1].hi))
+        if (p->state != PART_RETIRED && kmq_ledger_started(&p->ledger, m->ranges[0].lo, m->ranges[m->n_ranges - 1].hi))
             p->lame = true;
         enif_mutex_unlock(p->lock);
         uint64_t handed = e->handed_total - m->handed_before;
@@ -147,7 +147,7 @@ static void finish(engine *e, mark *m, int64_t now)
     } else if (m->type == KMQ_MARKER_PARK) {
         int rc = KMQ_OK;
         enif_mutex_lock(p->lock);
-        for (size_t i = 0; i < m->n_ranges && p->state == PART_ACTIVE && !rc; i++)
+        for (size_t i = 0; i < m->n_ranges && p->state != PART_RETIRED && !rc; i++)
             rc = kmq_ledger_parked(&p->ledger, m->ranges[i].lo, m->ranges[i].hi);
         if (rc) p->lame = true;
         enif_mutex_unlock(p->lock);

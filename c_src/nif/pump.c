@@ -296,10 +296,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         for (size_t i = 0; i < e->n_active; i++) marks_start(e, e->active[i], now);
 }
 
-static bool may_fetch(const engine *e)
-{
-    return e->state == ENGINE_OPEN && e->rebalance == REB_NONE && !e->draining && e->n_active;
-}
+static bool may_fetch(const engine *e) { return e->state == ENGINE_OPEN && !e->draining && e->n_active; }
 
 void pump(engine *e, int64_t want, int64_t now)
 {

@@ -293,6 +293,9 @@ defmodule Kmq.Handle do
       |> Map.get("max.poll.interval.ms", "300000")
       |> String.to_integer()
 
+    # Where an order is kept, or a commit says what is done, the next owner begins when the last one is through with its work.
+    drain? = config.delivery == :offsets or config.ordering != :none
+
     %{
       group_id: config.group_id,
       topics: Enum.map(config.topics, &{&1, config.marker_topics[&1]}),
@@ -304,7 +307,9 @@ defmodule Kmq.Handle do
       max_in_flight: config.max_in_flight,
       commit_interval_ms: config.commit_interval,
       ack_flush_ms: config.ack_flush_interval,
-      revoke_wait_ms: min(config.drain_timeout, 10_000),
+      revoke_wait_ms: revoke_wait(config, drain?, max_poll),
+      drain_on_revoke: drain?,
+      cooperative: false,
       drain_ms: config.drain_timeout,
       max_redeliveries: config.max_redeliveries,
       max_poll_ms: max_poll,
@@ -315,6 +320,12 @@ defmodule Kmq.Handle do
       filter: config.filter || [],
       instance: :rand.uniform(0x7FFF_FFFF_FFFF)
     }
+  end
+
+  # A member that takes longer than max.poll.interval.ms is thrown out, and has waited for nothing.
+  defp revoke_wait(config, drain?, max_poll) do
+    most = if drain?, do: config.drain_timeout, else: min(config.drain_timeout, 10_000)
+    min(most, div(max_poll * 3, 4))
   end
 
   @impl true

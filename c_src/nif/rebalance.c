@@ -1,0 +1,388 @@
+/* rebalance - which partitions an engine has: assigned, given back, begun anew.
+ *
+ *   e->active   | flowing ............ | leaving ...... |
+ *               0               n_active       n_assigned
+ *
+ *   ASSIGN event -> asked -(engine_assign)-> flowing          positions are looked up meanwhile, by the owner
+ *   REVOKE event -> leaving -> DRAIN -> SETTLE -> COMMIT -> retired, and librdkafka is told
+ *                              |        |         '- the last commit is acknowledged
+ *                              |        '- STARTs and commits in flight come back; nothing new is sent
+ *                              '- where an order is kept: nothing handed out of them is in work, or not written down
+ *              (lost: at once)
+ *
+ * What leaves is fetched, STARTed and handed out no more. An eager group takes everything back, a cooperative one what it names; the
+ * rest goes on. Each step is looked at with the owner's next poll, so nobody is waited for; `revoke_until` ends them all, and `drain_until` the
+ * drain a little earlier, to leave the last commit its time.
+ *
+ * A retired partition keeps its slot until nothing of it is open: acks, renewals and time limits go on. Slot numbers are never used twice,
+ * so that an ack of an old assignment cannot touch a new one.
+ *
+ * Thread rule: engine.lock is held. */
+#include "engine.h"
+
+#include <string.h>
+#include "atoms.h"
+#include "term.h"
+
+enum { PROMPT_MS = 2000, COMMIT_RESERVE_MS = 2000 };
+
+/* ------------------------------------------------------------------ partitions */
+static engine_topic *find_topic(engine *e, const char *name)
+{
+    for (size_t i = 0; i < e->n_topics; i++)
+        if (!strcmp(e->topics[i].name, name)) return &e->topics[i];
+    return NULL;
+}
+
+part *engine_find(engine *e, const char *topic, int32_t partition)
+{
+    for (size_t i = 0; i < e->n_assigned; i++)
+        if (e->active[i]->partition == partition && !strcmp(e->active[i]->topic->name, topic)) return e->active[i];
+    return NULL;
+}
+
+void engine_part_free(part *p)
+{
+    while (p->retries) {
+        retry *r = p->retries;
+        p->retries = r->next;
+        enif_free(r);
+    }
+    store_free(&p->store);
+    enif_free(p->parks);
+    kmq_ledger_free(&p->ledger);
+    enif_mutex_destroy(p->lock);
+    enif_free(p);
+}
+
+static part *new_part(engine *e, engine_topic *topic, int32_t partition, int64_t position, int64_t committed)
+{
+    part *p = enif_alloc(sizeof *p);
+    if (!p) return NULL;
+    *p = (part){.topic = topic,
+                .partition = partition,
+                .position = position,
+                .hot = true,
+                .gate_offset = -1,
+                .gated = e->config.markers,
+                .committed = committed,
+                .sent = committed};
+    p->retries_tail = &p->retries;
+    store_init(&p->store);
+    p->lock = enif_mutex_create((char *)(uintptr_t) "kmq:partition");
+    kmq_delivery delivery = e->config.markers ? KMQ_DELIVERY_MARKERS : KMQ_DELIVERY_AT_MOST_ONCE;
+    if (!p->lock || kmq_ledger_init(&p->ledger, &core_alloc, delivery, position, e->config.max_processing_ms)) {
+        if (p->lock) enif_mutex_destroy(p->lock);
+        enif_free(p);
+        return NULL;
+    }
+    return p;
+}
+
+static bool add_slot(engine *e, part *p)
+{
+    enif_rwlock_rwlock(e->slots_lock);
+    if (e->n_slots == e->cap_slots) {
+        int32_t cap = e->cap_slots ? e->cap_slots * 2 : 64;
+        part **slots = enif_realloc(e->slots, (size_t)cap * sizeof *slots);
+        if (!slots) {
+            enif_rwlock_rwunlock(e->slots_lock);
+            return false;
+        }
+        e->slots = slots;
+        e->cap_slots = cap;
+    }
+    p->slot = e->n_slots;
+    e->slots[e->n_slots++] = p;
+    enif_rwlock_rwunlock(e->slots_lock);
+    return true;
+}
+
+/* What was handed out stays: its acks, renewals and time limit go on until nothing is open. */
+static void retire(engine *e, part *p)
+{
+    enif_mutex_lock(p->lock);
+    kmq_ledger_retire(&p->ledger);
+    p->state = PART_RETIRED;
+    enif_mutex_unlock(p->lock);
+    p->queue = NULL;
+    p->n_parks = 0;
+    store_free(&p->store);
+    e->n_retired++;
+}
+
+/* Those that leave: all of them, where everything goes. */
+static void retire_leaving(engine *e)
+{
+    while (e->n_assigned > e->n_active) retire(e, e->active[--e->n_assigned]);
+}
+
+void engine_retire_all(engine *e)
+{
+    e->n_active = 0;
+    retire_leaving(e);
+}
+
+void engine_reap(engine *e)
+{
+    for (int32_t i = e->first_slot; i < e->n_slots && e->n_retired; i++) {
+        part *p = e->slots[i];
+        if (!p || p->state != PART_RETIRED || p->in_flight) continue;
+        enif_mutex_lock(p->lock);
+        bool done = !kmq_ledger_open(&p->ledger) && !kmq_ledger_ends(&p->ledger) && !p->retries;
+        enif_mutex_unlock(p->lock);
+        if (!done) continue;
+        enif_rwlock_rwlock(e->slots_lock);
+        e->slots[i] = NULL;
+        enif_rwlock_rwunlock(e->slots_lock);
+        engine_part_free(p);
+        e->n_retired--;
+    }
+    while (e->first_slot < e->n_slots && !e->slots[e->first_slot]) e->first_slot++;
+}
+
+/* Slots for what is to be assigned. On failure those that were made are retired, and reaped. */
+static int make_parts(engine *e, const kafka_partition *partitions, const bool *has_commit, size_t n, part **out,
+                      kafka_error *err)
+{
+    int rc = KAFKA_OK;
+    size_t made = 0;
+    for (; made < n && !rc; made++) {
+        const kafka_partition *kp = &partitions[made];
+        engine_topic *topic = find_topic(e, kp->topic);
+        part *p = NULL;
+        if (engine_find(e, kp->topic, kp->partition)) {
+            kafka_error_set(err, 0, "%s-%d is assigned already", kp->topic, (int)kp->partition);
+            rc = KAFKA_EKAFKA;
+        } else if (!topic || !(p = new_part(e, topic, kp->partition, kp->offset, has_commit[made] ? kp->offset : -1)) ||
+                   !add_slot(e, p)) {
+            if (p) engine_part_free(p);
+            rc = KAFKA_ENOMEM;
+        }
+        if (rc) break;
+        out[made] = p;
+    }
+    if (rc)
+        while (made--) retire(e, out[made]);
+    return rc;
+}
+
+int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_commit, size_t n, kafka_error *err)
+{
+    if (!e->config.cooperative) engine_retire_all(e); /* nothing is left, but for what an answer too much brought */
+    part **active = enif_alloc((e->n_assigned + n + 1) * sizeof *active);
+    if (!active) return KAFKA_ENOMEM;
+    part **fresh = active + e->n_active;
+    int rc = make_parts(e, partitions, has_commit, n, fresh, err);
+    if (!rc) {
+        rc = e->config.cooperative ? kafka_consumer_assign_add(e->consumer, partitions, n, err)
+                                   : kafka_consumer_assign(e->consumer, partitions, n, err);
+        for (size_t i = 0; i < n && rc; i++) retire(e, fresh[i]);
+    }
+    if (rc) {
+        enif_free(active);
+        return rc;
+    }
+    for (size_t i = 0; i < n; i++)
+        fresh[i]->queue = kafka_consumer_queue(e->consumer, fresh[i]->topic->name, fresh[i]->partition);
+    if (e->active) {
+        memcpy(active, e->active, e->n_active * sizeof *active);
+        memcpy(fresh + n, e->active + e->n_active, (e->n_assigned - e->n_active) * sizeof *active);
+    }
+    enif_free(e->active);
+    e->active = active;
+    e->n_active += n;
+    e->n_assigned += n;
+    e->asked = 0;
+    e->commit_due = engine_now(); /* an empty partition's position is committed, too: its first start is over */
+    e->prompt_until = e->commit_due + PROMPT_MS;
+    engine_wake_borrower(e);
+    return KAFKA_OK;
+}
+
+/* The partition begins again at `offset` (out of range, topic made anew): as a new assignment of it, with a slot of its own. */
+int engine_reset(engine *e, part *p, int64_t offset, int64_t committed, kafka_error *err)
+{
+    part *fresh = new_part(e, p->topic, p->partition, offset, committed);
+    if (!fresh) return KAFKA_ENOMEM;
+    if (!add_slot(e, fresh)) {
+        engine_part_free(fresh);
+        return KAFKA_ENOMEM;
+    }
+    fresh->queue = p->queue;
+    for (size_t i = 0; i < e->n_active; i++)
+        if (e->active[i] == p) e->active[i] = fresh;
+    retire(e, p);
+    int rc = kafka_consumer_seek(e->consumer, fresh->topic->name, fresh->partition, offset, err);
+    if (rc) fresh->broken = true;
+    engine_want_commit(e, engine_now());
+    engine_wake_borrower(e);
+    return rc;
+}
+
+/* ------------------------------------------------------------------ rebalances */
+static ERL_NIF_TERM partitions_term(ErlNifEnv *env, const kafka_partition *partitions, size_t n)
+{
+    ERL_NIF_TERM list = enif_make_list(env, 0);
+    for (size_t i = n; i-- > 0;)
+        list = enif_make_list_cell(
+            env,
+            enif_make_tuple2(env, term_text(env, partitions[i].topic), enif_make_int(env, partitions[i].partition)),
+            list);
+    return list;
+}
+
+static ERL_NIF_TERM leaving_term(const engine *e, ErlNifEnv *env)
+{
+    ERL_NIF_TERM list = enif_make_list(env, 0);
+    for (size_t i = e->n_assigned; i-- > e->n_active;)
+        list = enif_make_list_cell(env,
+                                   enif_make_tuple2(env, term_text(env, e->active[i]->topic->name),
+                                                    enif_make_int(env, e->active[i]->partition)),
+                                   list);
+    return list;
+}
+
+/* Tells librdkafka. false: no memory, again with the next poll. */
+static bool give_back(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
+{
+    kafka_error err = {0};
+    int rc;
+    if (!e->config.cooperative) {
+        rc = kafka_consumer_unassign(e->consumer, &err);
+    } else {
+        size_t n = e->n_assigned - e->n_active;
+        kafka_partition *list = enif_alloc((n + 1) * sizeof *list);
+        if (!list) return false;
+        for (size_t i = 0; i < n; i++) {
+            const part *p = e->active[e->n_active + i];
+            list[i] =
+                (kafka_partition){.topic = p->topic->name, .partition = p->partition, .offset = KAFKA_OFFSET_NONE};
+        }
+        rc = kafka_consumer_assign_remove(e->consumer, list, n, &err);
+        enif_free(list);
+    }
+    if (rc)
+        *events = enif_make_list_cell(env, enif_make_tuple2(env, atoms.error, term_kafka_error(env, &err)), *events);
+    return true;
+}
+
+static void say_revoked(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
+{
+    *events = enif_make_list_cell(env,
+                                  enif_make_tuple4(env, atoms.revoked, enif_make_uint64(env, e->epoch),
+                                                   leaving_term(e, env), e->lost ? atoms.true_ : atoms.false_),
+                                  *events);
+}
+
+static void revoked(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
+{
+    e->revoking = REVOKE_COMMIT;
+    e->revoke_until = 0; /* over, in whatever step it was */
+    if (!give_back(e, env, events)) return;
+    say_revoked(e, env, events);
+    retire_leaving(e);
+    e->revoking = REVOKE_NONE;
+    e->lost = false;
+}
+
+/* Something of it is in work, or what became of it is not written down yet. */
+static bool in_work(part *p)
+{
+    enif_mutex_lock(p->lock);
+    bool open = kmq_ledger_open(&p->ledger) || kmq_ledger_ends(&p->ledger) || p->retries;
+    enif_mutex_unlock(p->lock);
+    return open || p->in_flight;
+}
+
+static bool drained(const engine *e)
+{
+    for (size_t i = e->n_active; i < e->n_assigned; i++)
+        if (in_work(e->active[i])) return false;
+    return true;
+}
+
+static bool starts_in_flight(const engine *e)
+{
+    for (size_t i = e->n_active; i < e->n_assigned; i++)
+        if (e->active[i]->starts_in_flight) return true;
+    return false;
+}
+
+void engine_revoke_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    if (e->revoking == REVOKE_NONE) return;
+    bool over = now >= e->revoke_until || kafka_consumer_lost(e->consumer);
+    if (e->revoking == REVOKE_DRAIN) {
+        /* whoever closes has waited for what is in work before, or does not want to */
+        bool wait = e->state == ENGINE_OPEN && now < e->drain_until && !over;
+        if (wait && !drained(e)) return;
+        e->revoking = REVOKE_SETTLE;
+    }
+    if (e->revoking == REVOKE_SETTLE) {
+        if ((e->commit_in_flight || starts_in_flight(e)) && !over) return;
+        for (size_t i = e->n_active; i < e->n_assigned; i++) {
+            part *p = e->active[i];
+            p->gate_offset = -1; /* a window that was not committed yet is not handed out any more: the group's */
+            marks_release(e, p, false);
+        }
+        e->revoking = REVOKE_COMMIT;
+        engine_send_commit(e, now);
+    }
+    if (!e->commit_in_flight || over) {
+        if (over) e->commit_in_flight = false;
+        revoked(e, env, events);
+    }
+}
+
+/* Out of the flow: those that the event names, or (eager) all. */
+static void leave(engine *e, const kafka_event *event)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < e->n_active; i++) {
+        part *p = e->active[i];
+        bool goes = !e->config.cooperative;
+        for (size_t j = 0; j < event->n_partitions && !goes; j++)
+            goes =
+                event->partitions[j].partition == p->partition && !strcmp(event->partitions[j].topic, p->topic->name);
+        if (goes) {
+            p->state = PART_LEAVING;
+            continue;
+        }
+        e->active[i] = e->active[kept];
+        e->active[kept++] = p;
+    }
+    e->n_active = kept;
+}
+
+void engine_rebalance_event(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    e->epoch++;
+    if (event->type == KAFKA_EVENT_ASSIGN) {
+        if (!e->config.cooperative &&
+            e->n_assigned) { /* a second one replaces the first; the un-assign that still waits is dropped */
+            e->n_active = 0;
+            say_revoked(e, env, events);
+            retire_leaving(e);
+            e->revoking = REVOKE_NONE;
+            e->lost = false;
+        }
+        e->asked = e->epoch;
+        *events = enif_make_list_cell(env,
+                                      enif_make_tuple3(env, atoms.assign, enif_make_uint64(env, e->epoch),
+                                                       partitions_term(env, event->partitions, event->n_partitions)),
+                                      *events);
+        return;
+    }
+    leave(e, event);
+    e->lost = e->lost || event->lost;
+    if (!e->config.cooperative || event->lost) e->asked = 0;
+    if (e->lost || e->n_assigned == e->n_active) {
+        revoked(e, env, events);
+    } else if (e->revoking == REVOKE_NONE) {
+        int64_t wait = e->config.revoke_wait_ms, reserve = wait / 4 < COMMIT_RESERVE_MS ? wait / 4 : COMMIT_RESERVE_MS;
+        e->revoking = e->config.drain_on_revoke ? REVOKE_DRAIN : REVOKE_SETTLE;
+        e->revoke_until = now + wait;
+        e->drain_until = e->revoke_until - reserve;
+    }
+}
