@@ -11,6 +11,7 @@ defmodule Kmq do
     * `Kmq.Topics` - the marker and dead letter topics
     * `Kmq.Sandbox` - a small Kafka inside this VM, for iex, demos and tests
     * `Kmq.Telemetry` - all events
+    * `Kmq.Info` - what `info/1` tells
 
   The functions here settle what a `Kmq.Consumer` has handed out:
 
@@ -27,7 +28,7 @@ defmodule Kmq do
   another node: through the consumer's handle), and says what it could not do.
   """
 
-  alias Kmq.{Backoff, Handle, Message, Publisher, Receipt}
+  alias Kmq.{Backoff, Handle, Info, Message, Publisher, Receipt}
   alias Kmq.Options.Types
 
   @typedoc """
@@ -177,6 +178,21 @@ defmodule Kmq do
       with {:ok, _place} <- Publisher.publish(publisher, topic, value, options), do: :ok
     end
   end
+
+  @doc """
+  What a consumer, a pipeline (by its name), a publisher or a tracker of this node holds just now: a `t:Kmq.Info.t/0`, which iex
+  shows as a table. It asks no broker. Anything else raises `ArgumentError`.
+
+      iex> Kmq.info(Shop.Orders)
+      #Kmq.Info<pipeline Shop.Orders of "shop"
+        TOPIC   PARTITION  STATE     END   COMMITTED  LAG  BUFFERED  STARTED  OPEN  OLDEST
+        orders  0          assigned  1200  1180       20   20        20       50    0.3 s
+        orders  1          assigned  987   987        0    0         0        3     0.1 s
+        sum                                           20   20        20       53
+      >
+  """
+  @spec info(GenServer.server()) :: Info.t()
+  def info(server), do: Info.get(server)
 
   defp coordinates(messages), do: for(message <- messages, do: {message.slot, message.offset})
 

@@ -405,21 +405,26 @@ int kmq_ledger_take_timeouts(kmq_ledger *ledger, int64_t now_ms, kmq_range *out,
     return rc;
 }
 
-/* of those that share their limits */
-static int64_t next_shared(const kmq_ledger *ledger)
+/* The limit that an open offset got at its hand-out: limits ascend with the offsets. */
+static int64_t limit_at(const kmq_ledger *ledger, int64_t offset)
 {
-    kmq_range run;
     size_t lo = 0, hi = ledger->blocks.count;
-    if (!kmq_offset_set_next(&ledger->open, 0, &run)) return INT64_MAX;
-    if (run.lo < ledger->overdue_below) return ledger->overdue_ms;
-    while (lo + 1 < hi) { /* limits ascend with the offsets: the lowest open one is the first to be late */
+    if (offset < ledger->overdue_below) return ledger->overdue_ms;
+    while (lo + 1 < hi) {
         size_t mid = lo + (hi - lo) / 2;
-        if (block_at(ledger, mid - 1)->hi <= run.lo)
+        if (block_at(ledger, mid - 1)->hi <= offset)
             lo = mid;
         else
             hi = mid;
     }
     return block_at(ledger, lo)->limit_ms;
+}
+
+/* of those that share their limits: the lowest open one is the first to be late */
+static int64_t next_shared(const kmq_ledger *ledger)
+{
+    kmq_range run;
+    return kmq_offset_set_next(&ledger->open, 0, &run) ? limit_at(ledger, run.lo) : INT64_MAX;
 }
 
 int64_t kmq_ledger_next_timeout(const kmq_ledger *ledger)
@@ -725,6 +730,12 @@ int64_t kmq_ledger_oldest_open(const kmq_ledger *ledger)
 {
     kmq_range run;
     return next_open(ledger, 0, INT64_MAX, INT64_MAX, &run) ? run.lo : -1;
+}
+
+int64_t kmq_ledger_oldest_open_ms(const kmq_ledger *ledger)
+{
+    int64_t offset = kmq_ledger_oldest_open(ledger), limit = offset < 0 ? INT64_MAX : limit_at(ledger, offset);
+    return limit == INT64_MAX ? INT64_MAX : limit - ledger->max_processing_ms;
 }
 
 bool kmq_ledger_is_open(const kmq_ledger *ledger, int64_t offset)

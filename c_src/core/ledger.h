@@ -172,6 +172,9 @@ int64_t kmq_ledger_open(const kmq_ledger *ledger);        /* handed out, not set
 int64_t kmq_ledger_waiting(const kmq_ledger *ledger);     /* fetched, not handed out, not parked */
 int64_t kmq_ledger_parking(const kmq_ledger *ledger);     /* of these: wait for their PARK */
 int64_t kmq_ledger_oldest_open(const kmq_ledger *ledger); /* offset, or -1 */
+/* When that one was handed out: at most the 1,024th part of the time limit too late, or, once its own limit is later than the shared
+ * one, later still (the age it gives is a lower bound). INT64_MAX: nothing is open, or there is no time limit to know it by. */
+int64_t kmq_ledger_oldest_open_ms(const kmq_ledger *ledger);
 bool kmq_ledger_is_open(const kmq_ledger *ledger, int64_t offset);
 kmq_ledger_counts kmq_ledger_counters(const kmq_ledger *ledger);
 size_t kmq_ledger_bytes(const kmq_ledger *ledger); /* the struct and all it has allocated */

@@ -424,6 +424,13 @@ int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_
     return kafka_set_token(consumer->rk, token, lifetime_ms, principal, err);
 }
 
+int64_t kafka_consumer_end(kafka_consumer *consumer, const char *topic, int32_t partition)
+{
+    int64_t low, high;
+    rd_kafka_resp_err_t code = rd_kafka_get_watermark_offsets(consumer->rk, topic, partition, &low, &high);
+    return code == RD_KAFKA_RESP_ERR_NO_ERROR && high >= 0 ? high : -1;
+}
+
 bool kafka_consumer_lost(kafka_consumer *consumer) { return rd_kafka_assignment_lost(consumer->rk) != 0; }
 
 const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t cap)

@@ -151,6 +151,8 @@ int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t par
                         kafka_error *err);
 int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_t lifetime_ms, const char *principal,
                              kafka_error *err); /* token NULL: failure, err text = principal */
+/* The end of an assigned partition as its last Fetch answer told it; local, does not wait. Negative: not known (yet, or any more). */
+int64_t kafka_consumer_end(kafka_consumer *consumer, const char *topic, int32_t partition);
 bool kafka_consumer_lost(kafka_consumer *consumer);
 const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t cap);
 /* Leaving: begin, then poll (and answer REVOKE) until closed() is true, then destroy. */

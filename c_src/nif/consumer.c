@@ -17,6 +17,8 @@ static engine *get_engine(ErlNifEnv *env, ERL_NIF_TERM term)
     return enif_get_resource(env, term, consumer_type, (void **)&c) ? c->engine : NULL;
 }
 
+engine *consumer_engine(ErlNifEnv *env, ERL_NIF_TERM term) { return get_engine(env, term); }
+
 void consumer_dtor(ErlNifEnv *env, void *object)
 {
     (void)env;
@@ -622,7 +624,23 @@ static void put(ErlNifEnv *env, ERL_NIF_TERM *map, ERL_NIF_TERM key, int64_t val
     enif_make_map_put(env, *map, key, enif_make_int64(env, value), map);
 }
 
-static ERL_NIF_TERM part_info(ErlNifEnv *env, part *p)
+/* How far the group's commit is behind the end: -1 where that is not known (nothing was fetched yet) or makes no sense (the topic is a
+ * new one, a new position is being looked for). */
+static int64_t lag_of(const part *p, int64_t floor, int64_t end)
+{
+    int64_t from = p->committed >= 0 ? p->committed : floor;
+    return p->broken || end < from ? -1 : end - from;
+}
+
+static void put_lag(ErlNifEnv *env, engine *e, part *p, int64_t floor, ERL_NIF_TERM *map)
+{
+    int64_t end =
+        p->state == PART_ACTIVE && e->consumer ? kafka_consumer_end(e->consumer, p->topic->name, p->partition) : -1;
+    put(env, map, atoms.end_, end);
+    put(env, map, atoms.lag, lag_of(p, floor, end));
+}
+
+static ERL_NIF_TERM part_info(ErlNifEnv *env, engine *e, part *p, int64_t now)
 {
     ERL_NIF_TERM map = enif_make_new_map(env);
     enif_make_map_put(env, map, atoms.topic, term_text(env, p->topic->name), &map);
@@ -636,10 +654,16 @@ static ERL_NIF_TERM part_info(ErlNifEnv *env, part *p)
     put(env, &map, atoms.open, kmq_ledger_open(&p->ledger));
     put(env, &map, atoms.waiting, kmq_ledger_waiting(&p->ledger));
     put(env, &map, atoms.ends, kmq_ledger_ends(&p->ledger));
-    put(env, &map, atoms.floor, kmq_ledger_floor(&p->ledger));
+    put(env, &map, atoms.started, kmq_ledger_ready(&p->ledger));
+    int64_t floor = kmq_ledger_floor(&p->ledger), since = kmq_ledger_oldest_open_ms(&p->ledger);
+    put(env, &map, atoms.floor, floor);
     put(env, &map, atoms.oldest_open, kmq_ledger_oldest_open(&p->ledger));
     kmq_ledger_counts counts = kmq_ledger_counters(&p->ledger);
     enif_mutex_unlock(p->lock);
+    put(env, &map, atoms.oldest_open_ms, since == INT64_MAX ? -1 : since < now ? now - since : 0);
+    put(env, &map, atoms.buffered, (int64_t)p->store.count);
+    put_lag(env, e, p, floor, &map);
+    enif_make_map_put(env, map, atoms.paused, p->paused ? atoms.true_ : atoms.false_, &map);
     put(env, &map, atoms.late, (int64_t)counts.late);
     put(env, &map, atoms.unknown, (int64_t)counts.unknown);
     put(env, &map, atoms.repeats, (int64_t)counts.repeats);
@@ -661,8 +685,9 @@ KMQ_NIF(nif_consumer_info)
     (void)argc;
     ENGINE_OR_RETURN(e)
     ERL_NIF_TERM map = enif_make_new_map(env), list = enif_make_list(env, 0);
+    int64_t now = engine_now();
     for (int32_t i = e->n_slots; i-- > e->first_slot;)
-        if (e->slots[i]) list = enif_make_list_cell(env, part_info(env, e->slots[i]), list);
+        if (e->slots[i]) list = enif_make_list_cell(env, part_info(env, e, e->slots[i], now), list);
     enif_make_map_put(env, map, atoms.partitions, list, &map);
     int64_t waiting = 0;
     for (size_t i = 0; i < e->n_active; i++) waiting += (int64_t)e->active[i]->store.count;

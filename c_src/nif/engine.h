@@ -84,6 +84,7 @@ struct part {
     kafka_queue *queue; /* NULL when retired */
     bool hot;           /* its queue may hold more */
     bool broken;        /* waits for a new position (out of range) */
+    bool paused;        /* asked for: neither fetched nor handed out */
     bool lame;          /* no memory on the way: begins again at the first offset not handed out */
     int64_t position;   /* next offset expected from the queue */
     store store;
@@ -202,6 +203,7 @@ int engine_assign(engine *engine, const kafka_partition *partitions, const bool 
                   kafka_error *err);
 int engine_reset(engine *engine, part *part, int64_t offset, int64_t committed, kafka_error *err);
 int engine_rebuild(engine *engine, kafka_error *err);
+engine *consumer_engine(ErlNifEnv *env, ERL_NIF_TERM term); /* of a consumer's term, or NULL; no lock needed */
 void engine_close_begin(engine *engine, int64_t deadline);
 void engine_kill(engine *engine); /* at once, from any state; never blocks */
 void engine_free(engine *engine); /* no lock: nobody else is there any more */

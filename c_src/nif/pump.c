@@ -116,6 +116,11 @@ static void note_error(engine *e, part *p, const kafka_record *record)
     if (record->error == KAFKA_RECORD_OUT_OF_RANGE) {
         p->broken = true;
         engine_notify_owner(e, 0);
+    } else if (record->error == KAFKA_RECORD_EOF && record->offset > p->position) {
+        /* the last offsets hold no messages (ends of transactions, aborted ones, compacted ones): the commit passes them, too */
+        enif_mutex_lock(p->lock);
+        if (kmq_ledger_skip(&p->ledger, record->offset - 1) == KMQ_OK) p->position = record->offset;
+        enif_mutex_unlock(p->lock);
     }
     /* others (a leader moving, EOF) are librdkafka's to retry; the control queue reports what matters */
 }
@@ -246,14 +251,14 @@ static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
     return kept;
 }
 
-/* What is fetched and not handed out. A partition that stands at max_in_flight takes no room from the others. */
+/* What is fetched and not handed out. A partition that stands at max_in_flight, or is paused, takes no room from the others. */
 static void stored(const engine *e, int64_t *count, size_t *bytes)
 {
     *count = 0;
     *bytes = 0;
     for (size_t i = 0; i < e->n_active; i++) {
         const part *p = e->active[i];
-        if (p->full) continue;
+        if (p->full || p->paused) continue;
         *count += (int64_t)p->store.count + kmq_ledger_parking(&p->ledger);
         *bytes += p->store.bytes;
     }
@@ -280,7 +285,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         e->cursor = (e->cursor + 1) % e->n_active;
         size_t got = 0, before = p->store.bytes;
         int64_t position = p->position;
-        while (p->hot && !p->broken && !p->lame && !p->full && got < QUANTUM && (int64_t)got < room &&
+        while (p->hot && !p->broken && !p->lame && !p->full && !p->paused && got < QUANTUM && (int64_t)got < room &&
                (int64_t)bytes < e->config.store_bytes) {
             size_t left = (size_t)(room - (int64_t)got);
             got += fetch_some(e, p, left < QUANTUM - got ? left : QUANTUM - got, now);
@@ -391,7 +396,7 @@ static ERL_NIF_TERM hand_out(engine *e, ErlNifEnv *env, int64_t max, int64_t now
     *cut = false;
     for (size_t i = 0; i < e->n_active && got < max && !*cut; i++) {
         part *p = e->active[(e->cursor + i) % e->n_active];
-        if (!p->store.count) continue;
+        if (!p->store.count || p->paused) continue;
         ERL_NIF_TERM list = enif_make_list(env, 0);
         int64_t n = hand_out_some(e, p, env, max - got, now, start, cut, &list);
         if (!n) continue;

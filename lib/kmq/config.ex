@@ -371,6 +371,9 @@ defmodule Kmq.Config do
       {"partition.assignment.strategy", "roundrobin"},
       # The engine decides where to begin; a library that resets by itself skips messages silently.
       {"auto.offset.reset", "error"},
+      {"isolation.level", to_string(valid[:isolation_level] || :read_committed)},
+      # The end of a partition is told: what is no message before it (ends of transactions) is passed by the commit.
+      {"enable.partition.eof", "true"},
       # Partitions added to a topic are noticed in half a minute, not in five.
       {"topic.metadata.refresh.interval.ms", "30000"},
       {"queued.min.messages", "100000"},

@@ -18,7 +18,7 @@ defmodule Kmq.Consumer do
 
   require Logger
 
-  alias Kmq.{Config, Error, Handle, Message}
+  alias Kmq.{Config, Error, Handle, Info, Message}
 
   @reopen_ms 1_000
   @call_margin_ms 5_000
@@ -96,6 +96,7 @@ defmodule Kmq.Consumer do
     Process.flag(:trap_exit, true)
     name = config.name || self()
     state = %__MODULE__{config: Config.for_index(config, 0), key: {:consumer, name}}
+    Info.register({:consumer, state.key, config.group_id})
 
     case Handle.open(state.config, state.key) do
       {:ok, handle} -> {:ok, attached(state, handle)}

@@ -14,7 +14,7 @@ defmodule Kmq.Handle do
   use GenServer, restart: :temporary
 
   require Logger
-  alias Kmq.{Error, Receipt, Telemetry, Topics, Tracker}
+  alias Kmq.{Error, Info, Receipt, Telemetry, Topics, Tracker}
 
   @enforce_keys [:pid, :ref]
   defstruct [:pid, :ref]
@@ -261,6 +261,8 @@ defmodule Kmq.Handle do
         }
 
         {:ok, _} = Registry.register(Kmq.Registry, {:receipts, self()}, Receipt.info(config))
+        {:ok, _} = Registry.register(Kmq.Registry, {:native, key}, ref)
+        gauges_later(config)
         {:ok, watch(state, borrower), {:continue, :start}}
 
       {:error, reason} ->
@@ -399,6 +401,12 @@ defmodule Kmq.Handle do
 
   def handle_info({:timeout, _old, _what}, state), do: {:noreply, state}
 
+  def handle_info(:gauges, state) do
+    Info.gauges(handle(state), state.key, state.config.group_id)
+    gauges_later(state.config)
+    {:noreply, state}
+  end
+
   def handle_info({:closed, how}, state), do: closed(how, state)
 
   def handle_info({:down, error}, state), do: down(error, state)
@@ -477,6 +485,14 @@ defmodule Kmq.Handle do
 
       last_polls(ref, deadline)
     end
+  end
+
+  # An interval of 0, or nobody who could listen: none.
+  defp gauges_later(%{gauge_interval: 0}), do: :ok
+
+  defp gauges_later(config) do
+    if Telemetry.listened?(), do: Process.send_after(self(), :gauges, config.gauge_interval)
+    :ok
   end
 
   # ---- polling

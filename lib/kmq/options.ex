@@ -294,6 +294,18 @@ defmodule Kmq.Options do
 
   @consumer @group ++
               [
+                gauge_interval: [
+                  type: :non_neg_integer,
+                  default: 5_000,
+                  doc:
+                    "ms between two `[:kmq, :partition]` and `[:kmq, :member]` events of a consumer; 0: none, `Kmq.Telemetry.gauges/0` emits them."
+                ],
+                isolation_level: [
+                  type: {:in, [:read_committed, :read_uncommitted]},
+                  default: :read_committed,
+                  doc:
+                    "Messages of open and aborted transactions are not handed out (`:read_committed`), or handed out like all others."
+                ],
                 filter: [
                   type: {:custom, Types, :filter, []},
                   default: [],

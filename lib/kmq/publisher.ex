@@ -499,6 +499,7 @@ defmodule Kmq.Publisher do
         }
 
         {:ok, _} = Registry.register(Kmq.Registry, {__MODULE__, self()}, info)
+        Kmq.Info.register({:publisher, ref, nil})
 
         {:ok,
          %__MODULE__{

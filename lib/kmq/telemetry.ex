@@ -15,6 +15,8 @@ defmodule Kmq.Telemetry do
   | `[:kmq, :ack]` | `count` | `handle, action` (`:ack, :retry, :reject, :discard`) | Broadway settled messages |
   | `[:kmq, :ack, :error]` | `count` | `handle, action, reason`, `offsets` (at most 10 of `{slot, offset}`) | settling failed, see `t:Kmq.failure/0` |
   | `[:kmq, :late_ack]` | `count` | `handle, action, reason`, `offsets` | the time limit had passed before: these come again |
+  | `[:kmq, :partition]` | `lag`, `buffered`, `started`, `open`, `oldest_open_ms` | `handle, group, topic, partition`, `state` (`:assigned, :paused, :released`) | what it holds of a partition, each `:gauge_interval`; see `Kmq.Info`. Never negative; `lag` is left out where it is not known |
+  | `[:kmq, :member]` | `assigned`, `lag`, `buffered`, `started`, `open`, `oldest_open_ms`, `unwritten` | `handle, group` | the sums of it |
   | `[:kmq, :offset_reset]` | `from`, `to` | `handle, group, topic, partition, reason` | reading went on elsewhere: messages were deleted unread, or the topic is a new one |
   | `[:kmq, :fenced]` | `count` | `handle, group` | another member has this one's `group_instance_id` |
 
@@ -58,6 +60,30 @@ defmodule Kmq.Telemetry do
       module -> module.execute(event, measurements, metadata)
     end
   end
+
+  @doc false
+  @spec listened?() :: boolean
+  def listened?, do: backend() != nil
+
+  @doc """
+  Emits `[:kmq, :partition]` and `[:kmq, :member]` of all consumers of this VM now: for a poller of one's own, with
+  `gauge_interval: 0`.
+  """
+  @spec gauges() :: :ok
+  def gauges do
+    handles =
+      Registry.select(Kmq.Registry, [
+        {{{:native, :"$1"}, :"$2", :"$3"}, [], [{{:"$1", :"$2", :"$3"}}]}
+      ])
+
+    for {key, pid, ref} <- handles, [{^pid, %{group: group}}] <- [receipts(pid)] do
+      Kmq.Info.gauges(%Kmq.Handle{pid: pid, ref: ref}, key, group)
+    end
+
+    :ok
+  end
+
+  defp receipts(pid), do: Registry.lookup(Kmq.Registry, {:receipts, pid})
 
   @doc false
   # A module with execute/3 in the place of :telemetry (tests), or nil to look again.

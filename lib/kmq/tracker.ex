@@ -24,7 +24,7 @@ defmodule Kmq.Tracker do
   use GenServer
   require Logger
 
-  alias Kmq.{Config, Error, Telemetry, Topics}
+  alias Kmq.{Config, Error, Info, Telemetry, Topics}
 
   @protocol 1
   @call_ms 5_000
@@ -170,6 +170,7 @@ defmodule Kmq.Tracker do
     }
 
     Process.send_after(self(), :beat, beat_ms())
+    Info.register({:tracker, config.name, config.group_id})
 
     {:ok, if(user, do: add_user(state, user), else: state), {:continue, :open}}
   end

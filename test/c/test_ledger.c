@@ -11,7 +11,7 @@
 typedef enum item_state { UNSTARTED, STARTING, READY, PARKING, OPEN, LATE, GONE } item_state;
 
 typedef struct item {
-    int64_t offset, limit;
+    int64_t offset, limit, shared; /* shared: the limit of its hand-out */
     item_state state;
     int end;  /* cause of the END it waits for, -1 none */
     bool own; /* a limit of its own */
@@ -59,6 +59,18 @@ static int64_t model_limit(model *m, int64_t now)
 
 /* ---- the answers of both, side by side */
 
+/* When the oldest was handed out; when the shared limit has passed, any time from then on, up to the last that passed, will do. */
+static void compare_age(const kmq_ledger *ledger, const model *m, int64_t oldest)
+{
+    int64_t since = kmq_ledger_oldest_open_ms(ledger), limit = INT64_MAX;
+    for (size_t i = 0; i < m->n && oldest >= 0; i++)
+        if (m->items[i].offset == oldest) limit = m->items[i].shared;
+    if (limit == INT64_MAX)
+        assert_int_equal(since, INT64_MAX);
+    else if (since != limit - m->max)
+        assert_true(since > limit - m->max && since <= ledger->overdue_ms - m->max);
+}
+
 static void compare(const kmq_ledger *ledger, const model *m)
 {
     int64_t ready = 0, waiting = 0, parking = 0, open = 0, ends = 0, oldest = -1, next_timeout = INT64_MAX,
@@ -96,6 +108,7 @@ static void compare(const kmq_ledger *ledger, const model *m)
     assert_false(kmq_ledger_is_open(ledger, oldest - 1));
     assert_false(kmq_ledger_is_open(ledger, ledger->position));
     assert_int_equal(kmq_ledger_floor(ledger), floor);
+    compare_age(ledger, m, oldest);
     int64_t got_timeout = kmq_ledger_next_timeout(ledger);
     if (got_timeout !=
         next_timeout) { /* passed already and asked about: any time that has passed will do, up to the last */
@@ -347,7 +360,7 @@ static void model_hand_out(model *m, const op *o)
     for (size_t i = 0; i < m->n && left > 0; i++) {
         if (m->items[i].state != READY) continue;
         m->items[i].state = OPEN;
-        m->items[i].limit = limit;
+        m->items[i].limit = m->items[i].shared = limit;
         m->items[i].own = false;
         left--;
     }

@@ -161,6 +161,7 @@ defmodule OffBroadway.Kmq.Producer do
     config = Keyword.get_lazy(options, :config, fn -> Config.new!(options, :producer) end)
     name = broadway[:name]
     index = broadway[:index] || 0
+    Kmq.Info.register({:producer, {name, index}, config.group_id})
 
     state = %__MODULE__{
       config: %{Config.for_index(config, index) | name: name},
