@@ -7,7 +7,7 @@
  *
  *   configure       #{props := [{Name, Value}],                  librdkafka's properties; secrets travel here, never in argv
  *                     group := Bin, tracker_group := Bin, queues := [#{topic := Bin, markers := Bin, dead_letters := Bin, copies := Bin}],
- *                     format => range | kmq, max_redeliveries => N, backoff => Bin, count_header => Bin, rate => N,
+ *                     format => range | kmq, max_redeliveries => N, dead_letter_oversize => wait | pointer, backoff => Bin, count_header => Bin, rate => N,
  *                     checkpoint_records => N, checkpoint_pause_ms => Ms, checkpoint_age_ms => Ms, trim_markers => true | false, trim_records => N}
  *                                                                -> ok | {error, already_configured | {badarg, Field}}
  *   info            _                                            -> #{state, uptime_ms, partitions => [#{...}], ...}
@@ -167,20 +167,12 @@ static bool set_queues(const char *bytes, int *at, tracker_config *config)
     return list_end(bytes, at, n);
 }
 
-static bool set_format(const char *bytes, int *at, tracker_config *config)
+static bool set_flag(const char *bytes, int *at, const char *yes, const char *no, bool *field)
 {
     char name[NAME_MAX_BYTES];
     if (!key_of(bytes, at, name)) return false;
-    config->kmq_format = strcmp(name, "kmq") == 0;
-    return config->kmq_format || strcmp(name, "range") == 0;
-}
-
-static bool set_flag(const char *bytes, int *at, bool *field)
-{
-    char name[NAME_MAX_BYTES];
-    if (!key_of(bytes, at, name)) return false;
-    *field = strcmp(name, "true") == 0;
-    return *field || strcmp(name, "false") == 0;
+    *field = strcmp(name, yes) == 0;
+    return *field || strcmp(name, no) == 0;
 }
 
 void tracker_config_defaults(tracker_config *config)
@@ -213,7 +205,9 @@ const char *tracker_config_decode(const tracker_command *command, tracker_config
         else if (strcmp(key, "count_header") == 0)
             wrong = "count_header", ok = set_text(bytes, &at, &config->count_header);
         else if (strcmp(key, "format") == 0)
-            wrong = "format", ok = set_format(bytes, &at, config);
+            wrong = "format", ok = set_flag(bytes, &at, "kmq", "range", &config->kmq_format);
+        else if (strcmp(key, "dead_letter_oversize") == 0)
+            wrong = "dead_letter_oversize", ok = set_flag(bytes, &at, "pointer", "wait", &config->pointer);
         else if (strcmp(key, "max_redeliveries") == 0)
             wrong = "max_redeliveries", ok = set_number(bytes, &at, &config->max_redeliveries);
         else if (strcmp(key, "backoff") == 0)
@@ -221,7 +215,7 @@ const char *tracker_config_decode(const tracker_command *command, tracker_config
         else if (strcmp(key, "rate") == 0)
             wrong = "rate", ok = set_number(bytes, &at, &config->rate);
         else if (strcmp(key, "trim_markers") == 0)
-            wrong = "trim_markers", ok = set_flag(bytes, &at, &config->trim);
+            wrong = "trim_markers", ok = set_flag(bytes, &at, "true", "false", &config->trim);
         else if (strcmp(key, "checkpoint_records") == 0)
             wrong = "checkpoint_records", ok = set_number(bytes, &at, &config->checkpoint_records);
         else if (strcmp(key, "checkpoint_pause_ms") == 0)

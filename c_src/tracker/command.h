@@ -25,6 +25,7 @@ typedef struct tracker_config {
     char *count_header;
     bool kmq_format; /* of what is written; both are read */
     int64_t max_redeliveries;
+    bool pointer;            /* a dead letter that is too large goes without its value; else it waits */
     tracker_spacing spacing; /* after a crash or a time-out */
     int64_t rate;            /* copies per second; 0 = no limit */
     /* CHECKPOINT: markers that the commit lags behind, and for how long at least; and how old a commit may be at all */

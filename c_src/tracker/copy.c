@@ -9,7 +9,8 @@
 #include "marker.h"
 
 static const char DELIVERIES[] = "kmq-deliveries", CAUSE[] = "kmq-cause", GROUP[] = "kmq-group",
-                  ORIGIN[] = "kmq-origin", ERROR_TEXT[] = "kmq-error";
+                  ORIGIN[] = "kmq-origin", ERROR_TEXT[] = "kmq-error", POINTER[] = "kmq-pointer",
+                  VALUE_BYTES[] = "kmq-value-bytes";
 
 enum { FEW_HEADERS = 32 };
 
@@ -54,6 +55,15 @@ tracker_payload *tracker_payload_new(const kafka_record *record)
     return payload;
 }
 
+size_t tracker_payload_written(const tracker_payload *payload, tracker_extent extent)
+{
+    if (extent == TRACKER_BARE_POINTER) return 0;
+    size_t bytes = payload->key_len + (extent == TRACKER_WHOLE ? payload->value_len : 0);
+    for (size_t i = 0; i < payload->n_headers; i++)
+        bytes += strlen(payload->headers[i].name) + payload->headers[i].value_len;
+    return bytes;
+}
+
 static const kafka_header *find(const kafka_header *headers, size_t n, const char *name)
 {
     for (size_t i = 0; i < n; i++)
@@ -93,17 +103,24 @@ static bool ours(const char *name, const char *count_header)
     if (strcmp(name, count_header) == 0) return true;
     if (strncmp(name, "kmq-", 4) != 0) return false;
     return strcmp(name, DELIVERIES) == 0 || strcmp(name, CAUSE) == 0 || strcmp(name, GROUP) == 0 ||
-           strcmp(name, ORIGIN) == 0 || strcmp(name, ERROR_TEXT) == 0;
+           strcmp(name, ORIGIN) == 0 || strcmp(name, ERROR_TEXT) == 0 || strcmp(name, POINTER) == 0 ||
+           strcmp(name, VALUE_BYTES) == 0;
 }
 
 static kafka_header text_header(const char *name, const char *text) { return (kafka_header){name, text, strlen(text)}; }
+
+static void print_place(const tracker_source *source, char out[TRACKER_ORIGIN_BYTES])
+{
+    snprintf(out, TRACKER_ORIGIN_BYTES, "%s/%" PRId32 "/%" PRId64 "/%" PRId64, source->topic, source->partition,
+             source->offset, source->timestamp_ms);
+}
 
 size_t tracker_rewrite(const tracker_source *source, const tracker_fate *fate, const kafka_header *in, size_t n,
                        kafka_header *out, tracker_stamp *stamp)
 {
     size_t k = 0;
     for (size_t i = 0; i < n; i++)
-        if (!ours(in[i].name, source->count_header)) out[k++] = in[i];
+        if (source->extent != TRACKER_BARE_POINTER && !ours(in[i].name, source->count_header)) out[k++] = in[i];
     out[k++] = (kafka_header){source->count_header, stamp->count, kmq_count_encode(stamp->count, fate->count)};
     snprintf(stamp->deliveries, sizeof stamp->deliveries, "%" PRId64, fate->deliveries);
     out[k++] = text_header(DELIVERIES, stamp->deliveries);
@@ -113,12 +130,17 @@ size_t tracker_rewrite(const tracker_source *source, const tracker_fate *fate, c
     if (origin) {
         out[k++] = *origin;
     } else {
-        snprintf(stamp->origin, sizeof stamp->origin, "%s/%" PRId32 "/%" PRId64 "/%" PRId64, source->topic,
-                 source->partition, source->offset, source->timestamp_ms);
+        print_place(source, stamp->origin);
         out[k++] = text_header(ORIGIN, stamp->origin);
     }
-    if (fate->dead && source->text && source->text_len)
+    if (fate->dead && source->text && source->text_len && source->extent != TRACKER_BARE_POINTER)
         out[k++] = (kafka_header){ERROR_TEXT, source->text, source->text_len};
+    if (source->extent != TRACKER_WHOLE) {
+        print_place(source, stamp->place);
+        snprintf(stamp->value_bytes, sizeof stamp->value_bytes, "%zu", source->value_len);
+        out[k++] = text_header(POINTER, stamp->place);
+        out[k++] = text_header(VALUE_BYTES, stamp->value_bytes);
+    }
     return k;
 }
 

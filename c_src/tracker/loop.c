@@ -499,7 +499,8 @@ static void gauges(tracker *t)
 {
     int64_t waiting = (int64_t)(t->pauses.n + kmq_heap_count(&t->spaced));
     for (size_t i = 0; i < t->config.n_queues; i++)
-        waiting += (int64_t)(t->queues[i].copies.waits.n + t->queues[i].dead_letters.waits.n);
+        waiting += (int64_t)(t->queues[i].copies.waits.n + t->queues[i].dead_letters.waits.n +
+                             t->queues[i].copies.blocked.n + t->queues[i].dead_letters.blocked.n);
     for (tracker_part *part = t->parts; part; part = part->next) malformed_tell(t, part);
     tracker_event_begin(&t->scratch, "gauges", 3);
     tracker_pair_int(&t->scratch, "in_flight", (int64_t)t->n_active);

@@ -23,6 +23,7 @@ static void account(tracker *t, tracker_item *item)
 static void item_free(tracker *t, tracker_item *item)
 {
     account(t, item);
+    if (item->probe) item->target->probing = false;
     tracker_part_put(item->part);
     free(item->payload);
     free(item->text);
@@ -37,7 +38,7 @@ static void item_back(tracker *t, tracker_item *item)
 }
 
 /* Waits in `waits` without its payload. */
-static void item_wait(tracker *t, tracker_item *item, tracker_waits *waits, int64_t until_ms)
+void tracker_item_wait(tracker *t, tracker_item *item, tracker_waits *waits, int64_t until_ms)
 {
     tracker_wait *wait = tracker_alloc(sizeof *wait);
     *wait = (tracker_wait){.part = item->part, .offset = item->offset, .until_ms = until_ms};
@@ -51,9 +52,9 @@ static void item_wait(tracker *t, tracker_item *item, tracker_waits *waits, int6
     item_free(t, item);
 }
 
-static void waits_release(tracker_waits *waits, int64_t now_ms)
+void tracker_waits_release(tracker_waits *waits, int64_t now_ms, size_t most)
 {
-    while (waits->first && waits->first->until_ms <= now_ms) {
+    while (most-- && waits->first && waits->first->until_ms <= now_ms) {
         tracker_wait *wait = waits->first;
         waits->first = wait->next;
         if (!waits->first) waits->last = NULL;
@@ -202,6 +203,22 @@ static void read_done(helper_job *job, void *owner)
     free(read);
 }
 
+static void give(tracker *t, tracker_part *part, read_job *read)
+{
+    read->given_ms = t->now_ms;
+    read->part = part;
+    read->topic = part->queue->topic;
+    read->partition = part->partition;
+    read->job.run = read_run;
+    read->job.done = read_done;
+    read->job.suspect = part->suspect;
+    read->job.affinity = (unsigned)part->partition;
+    tracker_part_keep(part);
+    part->n_reads++;
+    t->n_reads++;
+    helper_give(&t->reads, &read->job);
+}
+
 static tracker_item *item_new(tracker *t, tracker_part *part, const kmq_due *due)
 {
     tracker_item *item = tracker_alloc(sizeof *item);
@@ -238,6 +255,18 @@ static void hold(tracker *t, tracker_part *part, int64_t offset)
     part->held[part->n_held++] = offset;
 }
 
+void tracker_item_reread(tracker *t, tracker_item *item)
+{
+    tracker_part *part = item->part;
+    read_job *read = tracker_alloc(sizeof *read + sizeof(tracker_item *));
+    read->offsets = tracker_alloc(sizeof *read->offsets);
+    read->offsets[0] = item->offset;
+    read->items[0] = item;
+    read->n = read->n_offsets = 1;
+    item->found = item->known = false;
+    give(t, part, read);
+}
+
 /* One batch; false: nothing more for now. */
 static bool take(tracker *t, tracker_part *part)
 {
@@ -263,19 +292,8 @@ static bool take(tracker *t, tracker_part *part)
     for (size_t i = below; i < n; i++) hold(t, part, due[i].offset);
     tracker_rate_back(&t->rate, granted - below);
     if (!read) return n == granted;
-    read->given_ms = t->now_ms;
     read->n = read->n_offsets = below;
-    read->part = part;
-    read->topic = part->queue->topic;
-    read->partition = part->partition;
-    read->job.run = read_run;
-    read->job.done = read_done;
-    read->job.suspect = part->suspect;
-    read->job.affinity = (unsigned)part->partition;
-    tracker_part_keep(part);
-    part->n_reads++;
-    t->n_reads++;
-    helper_give(&t->reads, &read->job);
+    give(t, part, read);
     return n == granted;
 }
 
@@ -346,7 +364,7 @@ static void target_done(helper_job *job, void *owner)
         if (target->out) target->state = TARGET_OPEN;
     }
     if (target->state == TARGET_OPEN) {
-        waits_release(&target->waits, INT64_MAX);
+        tracker_waits_release(&target->waits, INT64_MAX, SIZE_MAX);
     } else if (target->waits.n) {
         tracker_alarm(t, &target->alarm_ms, target->dead ? "dead_letter_topic" : "copy_topic", target->topic, -1,
                       "%s; %zu messages wait for it",
@@ -382,11 +400,12 @@ static bool target_send(tracker *t, tracker_target *target)
     while (target->planned_first) {
         tracker_item *item = target->planned_first;
         bool ours = !item->part->gone && t->mode == MODE_RUNNING;
-        if (ours && target->state == TARGET_OPEN && t->now_ms < target->solo_until_ms && target->in_flight > 0)
-            return true;
-        if (ours && target->state == TARGET_OPEN && !t->producer) return false;
+        bool open = ours && target->state == TARGET_OPEN;
+        if (open && tracker_sent_alone(t, item) && target->in_flight > 0) return true;
+        if (open && !t->producer) return false;
         target->planned_first = item->next;
         if (!target->planned_first) target->planned_last = NULL;
+        if (open && tracker_blocked(t, item)) continue;
         if (!ours) {
             item_back(t, item);
         } else if (target->state != TARGET_OPEN || (!target->dead && item->part->partition >= target->n_partitions)) {
@@ -395,7 +414,7 @@ static bool target_send(tracker *t, tracker_target *target)
                 tracker_alarm(t, &target->alarm_ms, "copy_topic", target->topic, item->part->partition,
                               "has only %d partitions", target->n_partitions);
             }
-            item_wait(t, item, &target->waits, INT64_MAX);
+            tracker_item_wait(t, item, &target->waits, INT64_MAX);
         } else if (!tracker_copy_send(t, item)) {
             item->next = target->planned_first;
             target->planned_first = item;
@@ -408,12 +427,13 @@ static bool target_send(tracker *t, tracker_target *target)
 
 void tracker_redeliver_step(tracker *t)
 {
-    waits_release(&t->pauses, t->now_ms);
+    tracker_waits_release(&t->pauses, t->now_ms, SIZE_MAX);
     spaced_release(t, t->now_ms);
     for (size_t i = 0; i < t->config.n_queues; i++) {
         tracker_target *targets[] = {&t->queues[i].copies, &t->queues[i].dead_letters};
         for (size_t k = 0; k < 2; k++) {
             tracker_target *target = targets[k];
+            tracker_blocked_step(t, target);
             if (!target_send(t, target)) return;
             bool asks = target->state == TARGET_UNKNOWN || target->state == TARGET_MISSING;
             if (asks && target->waits.n && t->now_ms >= target->ask_ms && t->mode == MODE_RUNNING)
@@ -433,6 +453,8 @@ int64_t tracker_redeliver_wait(const tracker *t)
         for (size_t k = 0; k < 2; k++) {
             bool asks = targets[k]->state == TARGET_UNKNOWN || targets[k]->state == TARGET_MISSING;
             if (asks && targets[k]->waits.n && targets[k]->ask_ms < at) at = targets[k]->ask_ms;
+            int64_t blocked_ms = tracker_blocked_at(targets[k]);
+            if (blocked_ms < at) at = blocked_ms;
         }
     }
     if (at == INT64_MAX) return at;
@@ -444,10 +466,12 @@ void tracker_redeliver_drop(tracker *t)
     for (size_t i = 0; i < t->config.n_queues; i++) {
         planned_drop(t, &t->queues[i].copies);
         planned_drop(t, &t->queues[i].dead_letters);
-        waits_release(&t->queues[i].copies.waits, INT64_MAX);
-        waits_release(&t->queues[i].dead_letters.waits, INT64_MAX);
+        tracker_waits_release(&t->queues[i].copies.waits, INT64_MAX, SIZE_MAX);
+        tracker_waits_release(&t->queues[i].dead_letters.waits, INT64_MAX, SIZE_MAX);
+        tracker_waits_release(&t->queues[i].copies.blocked, INT64_MAX, SIZE_MAX);
+        tracker_waits_release(&t->queues[i].dead_letters.blocked, INT64_MAX, SIZE_MAX);
     }
-    waits_release(&t->pauses, INT64_MAX);
+    tracker_waits_release(&t->pauses, INT64_MAX, SIZE_MAX);
     spaced_release(t, INT64_MAX);
     kmq_heap_free(&t->spaced); /* its array; it may be filled again */
 }
@@ -473,6 +497,7 @@ void tracker_copy_done(tracker *t, tracker_item *item, int64_t copy_offset)
     else
         t->n_redelivered++;
     tracker_end_add(t, part, item->offset, item->fate.dead ? KMQ_END_DEAD_LETTERED : KMQ_END_REDELIVERED, copy_offset);
+    tracker_taken(item);
     item_free(t, item);
 }
 
@@ -485,23 +510,24 @@ void tracker_copy_failed(tracker *t, tracker_item *item, int error)
             target->state = TARGET_UNKNOWN;
             target->ask_ms = t->now_ms;
         }
-        item_wait(t, item, &target->waits, INT64_MAX);
+        tracker_item_wait(t, item, &target->waits, INT64_MAX);
         return;
     }
-    if (strcmp(name, "MSG_SIZE_TOO_LARGE") == 0) {
+    bool too_large = strcmp(name, "MSG_SIZE_TOO_LARGE") == 0;
+    if (too_large && !item->alone) { /* one of its batch, perhaps another one, or the batch as such */
         target->solo_until_ms = t->now_ms + SOLO_MS;
-        if (!item->alone) { /* one of its batch was too large, perhaps another one */
-            item_back(t, item);
-            return;
-        }
-        tracker_alarm(t, &target->alarm_ms, "too_large", target->topic, item->part->partition,
-                      "a copy of %s/%d/%lld is larger than the topic takes; it waits", item->part->queue->topic,
-                      item->part->partition, (long long)item->offset);
-    } else if (strncmp(name, "_PURGE", 6) != 0) {
+        item_back(t, item);
+        return;
+    }
+    if (too_large || strcmp(name, "TOPIC_AUTHORIZATION_FAILED") == 0) {
+        tracker_refused(t, item, name);
+        return;
+    }
+    if (strncmp(name, "_PURGE", 6) != 0) {
         tracker_alarm(t, &target->alarm_ms, "copy", target->topic, item->part->partition,
                       "not written, tried again: %s", name);
     }
-    item_wait(t, item, &t->pauses, t->now_ms + TRACKER_PAUSE_MS);
+    tracker_item_wait(t, item, &t->pauses, t->now_ms + TRACKER_PAUSE_MS);
 }
 
 /* ------------------------------------------------------------------ events */

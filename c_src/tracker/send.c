@@ -251,18 +251,22 @@ bool tracker_copy_send(tracker *t, tracker_item *item)
                              .cause = item->cause,
                              .flags = item->flags,
                              .text = item->text,
-                             .text_len = item->text_len};
+                             .text_len = item->text_len,
+                             .extent = item->extent,
+                             .value_len = item->payload->value_len};
     n = tracker_rewrite(&source, &item->fate, item->payload->headers, n, headers, &stamp);
     int32_t partition = target->dead && part->partition >= target->n_partitions ? part->partition % target->n_partitions
                                                                                 : part->partition;
     kafka_error err;
-    int rc = kafka_producer_send(t->producer, target->out, partition, item->payload->key, item->payload->key_len,
-                                 item->payload->value, item->payload->value_len, headers, n, 0, item, &err);
+    bool key = item->extent != TRACKER_BARE_POINTER, value = item->extent == TRACKER_WHOLE;
+    int rc = kafka_producer_send(t->producer, target->out, partition, key ? item->payload->key : NULL,
+                                 key ? item->payload->key_len : 0, value ? item->payload->value : NULL,
+                                 value ? item->payload->value_len : 0, headers, n, 0, item, &err);
     free(many);
     if (rc == KAFKA_EFULL) return false;
     if (rc == KAFKA_OK) {
         tracker_send_add(t, &item->send, TRACKER_SEND_COPY);
-        item->alone = t->now_ms < target->solo_until_ms;
+        item->alone = tracker_sent_alone(t, item);
         t->n_copies++;
         target->in_flight++;
         t->active_bytes -= item->payload->bytes; /* the producer has its own copy, and bounds them */

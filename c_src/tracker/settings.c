@@ -170,6 +170,7 @@ static outcome set(reading *r, const char *key, char **value)
         const char *key, *yes, *no;
         bool *flag;
     } flags[] = {{"format", "kmq", "range", &config->kmq_format},
+                 {"dead_letter_oversize", "pointer", "wait", &config->pointer},
                  {"trim_markers", "true", "false", &config->trim},
                  {"log", "json", "text", &settings->json}};
     enum { NUMBERS = sizeof numbers / sizeof numbers[0], FLAGS = sizeof flags / sizeof flags[0] };

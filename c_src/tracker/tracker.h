@@ -14,7 +14,7 @@
  *      due --take--> reading --> planned --> sent --> acknowledged --> END pending --> END sent --> END acknowledged
  *       ^               |           |          |                          ^______________|  failed: the same bytes again
  *       |               |           |          +-- failed --> pausing
- *       |               |           +-- topic missing --> waiting at the target
+ *       |               |           +-- topic missing, denied, or takes nothing so large --> waiting at the target
  *       +-- give back --+-----------------------------------+
  *
  * Rules:
@@ -54,7 +54,8 @@ enum {
     TRACKER_FRESH_MS = 500,          /* how long a barrier's proof holds */
     TRACKER_PAUSE_MS = 2000,         /* a copy that failed is tried again after */
     TRACKER_END_PAUSE_MS = 250,      /* an END that failed */
-    TRACKER_PROBE_MS = 2000,         /* a topic that is missing is looked for every */
+    TRACKER_PROBE_MS = 2000,         /* a topic that is missing is looked for every, one that refuses tried every */
+    TRACKER_REFUSED_MS = 60000,      /* how long a size is known to be too large */
     TRACKER_ASK_MS = 5000,           /* time limit of a question to Kafka */
     TRACKER_READ_MS = 5000,          /* time limit of a read of Q */
     TRACKER_COMMIT_MS = 250,         /* between commits */
@@ -105,6 +106,13 @@ typedef struct tracker_target {
         solo_until_ms; /* a batch was too large: until then one copy at a time, so that only the one that is too large waits */
     tracker_waits waits;
     int64_t alarm_ms;
+    /* blocked.c: what the topic refuses is tried one by one */
+    tracker_waits blocked;
+    bool denied, may_probe;
+    bool probing;             /* one is in flight, alone */
+    size_t refused_bytes;     /* the smallest size that was too large by itself; 0 = none is known */
+    int64_t refused_until_ms; /* the topic may have changed: after that, not known */
+    int64_t probe_ms;         /* no other before */
 } tracker_target;
 
 typedef struct tracker_queue {
@@ -214,7 +222,10 @@ struct tracker_item {
     bool found; /* false: gone from Q */
     bool known; /* false: it could not be read */
     bool alone; /* sent with no other copy beside it */
-    char *text; /* of a RETRY */
+    bool probe; /* does the topic still refuse it? */
+    tracker_extent extent;
+    size_t written; /* bytes of it, of that extent */
+    char *text;     /* of a RETRY */
     size_t text_len;
     tracker_payload *payload;
     tracker_fate fate;
@@ -373,7 +384,20 @@ void tracker_give_back(tracker_part *part, int64_t offset);
 void tracker_commit_done(tracker *t, const kafka_event *event);
 void tracker_commits_ask(tracker *t); /* the group's commits, for parts that want them */
 
+/* blocked.c: what a topic refuses, so that it harms no other */
+bool tracker_sent_alone(const tracker *t, const tracker_item *item); /* nothing else is to be in flight beside it */
+bool tracker_blocked(tracker *t, tracker_item *item);                /* taken: it waits. False: send it */
+void tracker_refused(tracker *t, tracker_item *item,
+                     const char *name); /* denied, or too large when it was alone; takes it */
+void tracker_taken(tracker_item *item); /* by its topic */
+void tracker_blocked_step(tracker *t, tracker_target *target);
+int64_t tracker_blocked_at(const tracker_target *target); /* when it wants to be called; INT64_MAX = never */
+
 /* redeliver.c */
+void tracker_item_wait(tracker *t, tracker_item *item, tracker_waits *waits,
+                       int64_t until_ms); /* without its payload */
+void tracker_waits_release(tracker_waits *waits, int64_t now_ms, size_t most);
+void tracker_item_reread(tracker *t, tracker_item *item); /* its payload is gone, it is to be sent again all the same */
 void tracker_redeliver_take(tracker *t, tracker_part *part); /* what is due and decided, into reads */
 void tracker_reader_warm(tracker *t, const tracker_part *part);
 void tracker_redeliver_step(tracker *t); /* planned copies to the producer, pauses, targets */

@@ -10,6 +10,8 @@ defmodule Kmq.DeadLetter do
     * `:error` - the text of the last failure, or `nil`
     * `:group` - the consumer group it failed in
     * `:origin` - `{topic, partition, offset, ts}` of its first publication
+    * `:pointer` - `nil`, or where the value is, `{topic, partition, offset, ts}`: it was too large for this topic, and with
+      `dead_letter_oversize: :pointer` was written without it
   """
 
   defstruct [
@@ -23,6 +25,7 @@ defmodule Kmq.DeadLetter do
     :error,
     :group,
     :origin,
+    :pointer,
     headers: [],
     attempts: 0,
     deliveries: 0
@@ -41,7 +44,8 @@ defmodule Kmq.DeadLetter do
           deliveries: non_neg_integer,
           error: String.t() | nil,
           group: String.t() | nil,
-          origin: Kmq.Message.id() | nil
+          origin: Kmq.Message.id() | nil,
+          pointer: Kmq.Message.id() | nil
         }
 
   @doc false
@@ -64,7 +68,8 @@ defmodule Kmq.DeadLetter do
       deliveries: decimal(found["kmq-deliveries"]),
       error: found["kmq-error"],
       group: found["kmq-group"],
-      origin: origin(found["kmq-origin"])
+      origin: origin(found["kmq-origin"]),
+      pointer: origin(found["kmq-pointer"])
     }
   end
 

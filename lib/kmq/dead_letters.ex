@@ -22,6 +22,7 @@ defmodule Kmq.DeadLetters do
     * `:origin` - the topic it was published to first
   """
 
+  require Logger
   alias Kmq.{Config, DeadLetter, Error, Publisher, Topics}
 
   @read_ms 15_000
@@ -30,6 +31,7 @@ defmodule Kmq.DeadLetters do
   @where [:hosts, :client_config, :kafka_config]
   @conditions [:cause, :group, :key, :headers, :attempts, :since, :until, :origin]
   @redriven "kmq-redriven"
+  @pointing ["kmq-pointer", "kmq-value-bytes"]
 
   @typedoc "See the section about filters."
   @type filter :: keyword | (DeadLetter.t() -> boolean)
@@ -109,6 +111,9 @@ defmodule Kmq.DeadLetters do
   A message that goes back is new: its counts begin again, its time to live is over with. It keeps its key, value and other
   headers and its `id` (`kmq-origin`), and says by `kmq-redriven` which dead letter it was. Only the group it failed in
   gets it. The dead letters stay where they are: Kafka deletes them when their retention is over.
+
+  A dead letter without its value (`dead_letter_oversize: :pointer`) is sent with the one it points to; where that is gone, it
+  is left alone, with a warning.
 
   The position is kept as a consumer group of its own, `<dead letter topic>__redrive`, so an interrupted redrive goes on where it
   stopped, and the next one begins behind it. With a filter or `:to` it is another group for each of them: what one
@@ -364,12 +369,13 @@ defmodule Kmq.DeadLetters do
     next = if over == [], do: next, else: hd(over).offset
     began = System.monotonic_time(:millisecond)
 
-    with :ok <- publish(publisher, run, letters),
+    with {:ok, whole} <- whole(admin, run, letters),
+         :ok <- publish(publisher, run, whole),
          :ok <- commit(admin, run, partition, next) do
       summary = %{
         summary
-        | redriven: summary.redriven + length(letters),
-          skipped: summary.skipped + skipped
+        | redriven: summary.redriven + length(whole),
+          skipped: summary.skipped + skipped + length(letters) - length(whole)
       }
 
       run.progress.(summary)
@@ -394,6 +400,50 @@ defmodule Kmq.DeadLetters do
     receive do
     after
       max(wait, 0) -> :ok
+    end
+  end
+
+  # Letters that only point to their value get it; those whose original is gone are left out.
+  defp whole(_admin, %{dry_run: true}, letters), do: {:ok, letters}
+
+  defp whole(admin, _run, letters) do
+    Enum.reduce_while(letters, {:ok, []}, fn letter, {:ok, acc} ->
+      case original(admin, letter) do
+        {:ok, letter} -> {:cont, {:ok, [letter | acc]}}
+        :gone -> {:cont, {:ok, acc}}
+        error -> {:halt, error}
+      end
+    end)
+    |> case do
+      {:ok, letters} -> {:ok, Enum.reverse(letters)}
+      error -> error
+    end
+  end
+
+  defp original(_admin, %{pointer: nil} = letter), do: {:ok, letter}
+
+  defp original(admin, %{pointer: {topic, partition, offset, _ts}} = letter) do
+    case native(:kmq_nif.admin_read(admin, topic, partition, offset, 1, @read_ms)) do
+      {:ok, [{^offset, _, key, value, headers, _, _, _}]} ->
+        users = Enum.reject(headers, fn {name, _} -> String.starts_with?(name, "kmq-") end)
+
+        ours =
+          for {"kmq-" <> _ = name, value} <- letter.headers,
+              name not in @pointing,
+              do: {name, value}
+
+        {:ok, %{letter | key: key, value: value, headers: users ++ ours}}
+
+      {:ok, _gone} ->
+        Logger.warning(
+          "#{letter.topic}/#{letter.partition}/#{letter.offset} is left alone: its value, at " <>
+            "#{topic}/#{partition}/#{offset}, is gone"
+        )
+
+        :gone
+
+      error ->
+        error
     end
   end
 

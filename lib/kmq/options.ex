@@ -233,11 +233,11 @@ defmodule Kmq.Options do
                doc: "Default `<topic>__undelivered`. One for all, or a map."
              ],
              dead_letter_oversize: [
-               type: {:custom, Types, :later, [[:wait], [:pointer]]},
+               type: {:in, [:wait, :pointer]},
                default: :wait,
-               type_doc: "`:wait`",
                doc:
-                 "A message too large for the dead letter topic waits, with an alarm, until that topic takes it."
+                 "What becomes of a message that is too large for the dead letter topic. `:wait`: it waits, with an alarm, until that topic takes it. " <>
+                   "`:pointer`: it is written without its value, with headers that say where the original is (`kmq-pointer`) and how large (`kmq-value-bytes`)."
              ],
              redeliver_to: [
                type: {:custom, Types, :topic_or_map, []},

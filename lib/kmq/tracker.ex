@@ -445,6 +445,7 @@ defmodule Kmq.Tracker do
       tracker_group: tracker_group(config.group_id),
       format: config.marker_format,
       max_redeliveries: config.max_redeliveries,
+      dead_letter_oversize: config.dead_letter_oversize,
       backoff: Kmq.Backoff.to_text(config.backoff),
       count_header: config.count_header,
       rate: config.redelivery_rate,

@@ -155,6 +155,42 @@ static void the_first_origin_is_kept_and_dead_letters_say_why(void **state)
     is(&out[6], "kmq-error", "boom", 4);
 }
 
+static void a_pointer_says_where_the_original_is(void **state)
+{
+    (void)state;
+    const kafka_header in[] = {text("x", "y"), text("kmq-origin", "first/0/1/2"), text("kmq-pointer", "old"),
+                               text("kmq-value-bytes", "1")};
+    kafka_header out[4 + TRACKER_OWN_HEADERS];
+    tracker_stamp stamp;
+    tracker_source source = {.topic = "orders",
+                             .partition = 7,
+                             .offset = 123,
+                             .timestamp_ms = 456,
+                             .group = "shop",
+                             .count_header = COUNT,
+                             .text = "boom",
+                             .text_len = 4,
+                             .extent = TRACKER_POINTER,
+                             .value_len = 5000000};
+    tracker_fate fate = {.dead = true, .count = 2, .deliveries = 5};
+    assert_int_equal(tracker_rewrite(&source, &fate, in, 4, out, &stamp), 9);
+    is(&out[0], "x", "y", 1);
+    is(&out[5], "kmq-origin", "first/0/1/2", 11);
+    is(&out[6], "kmq-error", "boom", 4);
+    is(&out[7], "kmq-pointer", "orders/7/123/456", 16);
+    is(&out[8], "kmq-value-bytes", "5000000", 7);
+    source.extent = TRACKER_BARE_POINTER;
+    assert_int_equal(tracker_rewrite(&source, &fate, in, 4, out, &stamp), 7);
+    is(&out[0], COUNT, "\2", 1);
+    is(&out[4], "kmq-origin", "first/0/1/2", 11);
+    is(&out[5], "kmq-pointer", "orders/7/123/456", 16);
+
+    tracker_payload payload = {.key_len = 3, .value_len = 50, .n_headers = 1, .headers = (kafka_header *)(uintptr_t)in};
+    assert_int_equal(tracker_payload_written(&payload, TRACKER_WHOLE), 55);
+    assert_int_equal(tracker_payload_written(&payload, TRACKER_POINTER), 5);
+    assert_int_equal(tracker_payload_written(&payload, TRACKER_BARE_POINTER), 0);
+}
+
 static void extreme_numbers_fit(void **state)
 {
     (void)state;
@@ -184,6 +220,7 @@ int main(void)
         cmocka_unit_test(broken_counters_still_end),
         cmocka_unit_test(others_stay_ours_are_one_each),
         cmocka_unit_test(the_first_origin_is_kept_and_dead_letters_say_why),
+        cmocka_unit_test(a_pointer_says_where_the_original_is),
         cmocka_unit_test(extreme_numbers_fit),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
