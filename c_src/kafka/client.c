@@ -65,6 +65,14 @@ rd_kafka_t *kafka_client_new(rd_kafka_type_t type, const kafka_property *default
                              const kafka_property *props, size_t n_props, const kafka_property *forced, size_t n_forced,
                              int events, kafka_error *err)
 {
+    return kafka_client_new_with(NULL, NULL, type, defaults, n_defaults, props, n_props, forced, n_forced, events, err);
+}
+
+rd_kafka_t *kafka_client_new_with(void (*prepare)(rd_kafka_conf_t *conf, void *ctx), void *ctx, rd_kafka_type_t type,
+                                  const kafka_property *defaults, size_t n_defaults, const kafka_property *props,
+                                  size_t n_props, const kafka_property *forced, size_t n_forced, int events,
+                                  kafka_error *err)
+{
     static const kafka_property ours[] = {{"log.queue", "true"}, {"allow.auto.create.topics", "false"}};
     static const kafka_property usual[] = {{"socket.nagle.disable", "true"}};
     char why[400];
@@ -75,6 +83,7 @@ rd_kafka_t *kafka_client_new(rd_kafka_type_t type, const kafka_property *default
         return NULL;
     }
     rd_kafka_conf_set_events(conf, events);
+    if (prepare != NULL) prepare(conf, ctx);
     rd_kafka_t *rk = rd_kafka_new(type, conf, why, sizeof why);
     if (rk == NULL) {
         rd_kafka_resp_err_t code = rd_kafka_last_error();
@@ -111,6 +120,12 @@ int kafka_left_ms(int64_t deadline_ms)
 {
     int64_t left = deadline_ms - kafka_now_ms();
     return left > 0 ? (int)left : 0;
+}
+
+void kafka_pause_ms(int ms)
+{
+    struct timespec t = {ms / 1000, ms % 1000 * 1000000L};
+    nanosleep(&t, NULL);
 }
 
 rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int timeout_ms,

@@ -327,8 +327,8 @@ static bool metadata_ok(const char *metadata)
     return true;
 }
 
-int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque,
-                          kafka_error *err)
+rd_kafka_topic_partition_list_t *kafka_commit_list(rd_kafka_t *rk, const kafka_partition *partitions, size_t n,
+                                                   kafka_error *err)
 {
     for (size_t i = 0; i < n; i++) {
         /* checked here: the broker refuses one, and librdkafka then reports the error for all of them */
@@ -336,35 +336,69 @@ int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *parti
             kafka_error_set(err, RD_KAFKA_RESP_ERR_OFFSET_METADATA_TOO_LARGE,
                             "commit of %s/%d: metadata must be ASCII, at most %d characters", partitions[i].topic,
                             (int)partitions[i].partition, (int)METADATA_MAX);
-            return KAFKA_EKAFKA;
+            return NULL;
         }
         if (partitions[i].offset < 0) {
             kafka_error_set(err, RD_KAFKA_RESP_ERR__INVALID_ARG, "commit of %s/%d: offset %lld", partitions[i].topic,
                             (int)partitions[i].partition, (long long)partitions[i].offset);
-            return KAFKA_EKAFKA;
+            return NULL;
         }
     }
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n);
-    int result = KAFKA_OK;
     for (size_t i = 0; i < n; i++) {
         rd_kafka_topic_partition_t *to =
             rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition);
         to->offset = partitions[i].offset;
         if (partitions[i].metadata == NULL) continue;
         size_t len = strlen(partitions[i].metadata);
-        to->metadata = rd_kafka_mem_malloc(consumer->rk, len + 1); /* the list frees it */
+        to->metadata = rd_kafka_mem_malloc(rk, len + 1); /* the list frees it */
         if (to->metadata == NULL) {
-            result = kafka_no_memory(err);
-            goto done;
+            kafka_no_memory(err);
+            rd_kafka_topic_partition_list_destroy(list);
+            return NULL;
         }
         memcpy(to->metadata, partitions[i].metadata, len + 1);
         to->metadata_size = len;
     }
+    return list;
+}
+
+int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque,
+                          kafka_error *err)
+{
+    int result = KAFKA_OK;
+    rd_kafka_topic_partition_list_t *list = kafka_commit_list(consumer->rk, partitions, n, err);
+    if (list == NULL) return KAFKA_EKAFKA;
     rd_kafka_resp_err_t code = rd_kafka_commit_queue(consumer->rk, list, consumer->control, NULL, opaque);
     if (code != RD_KAFKA_RESP_ERR_NO_ERROR) result = kafka_fail(err, consumer->rk, code, "commit");
-done:
     rd_kafka_topic_partition_list_destroy(list);
     return result;
+}
+
+/* ------------------------------------------------------------------ who it is in its group */
+
+kafka_group *kafka_consumer_group(kafka_consumer *consumer)
+{
+    kafka_group *group = malloc(sizeof *group);
+    if (group == NULL) return NULL;
+    atomic_init(&group->refs, 1);
+    group->metadata = rd_kafka_consumer_group_metadata(consumer->rk);
+    if (group->metadata != NULL) return group;
+    free(group);
+    return NULL;
+}
+
+kafka_group *kafka_group_keep(kafka_group *group)
+{
+    atomic_fetch_add(&group->refs, 1);
+    return group;
+}
+
+void kafka_group_put(kafka_group *group)
+{
+    if (group == NULL || atomic_fetch_sub(&group->refs, 1) > 1) return;
+    rd_kafka_consumer_group_metadata_destroy(group->metadata);
+    free(group);
 }
 
 /* Fetching that an out-of-range has stopped does not seek: it must be assigned again, which is the whole assignment in the eager

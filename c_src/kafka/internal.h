@@ -4,13 +4,14 @@
  *   client.c   properties -> a librdkafka client; wake-ups; the live counter
  *   event.c    a librdkafka event -> a kafka_event that owns all it shows
  *   reaper.c   destroying, which may never return
- *   consumer.c producer.c admin.c reader.c failpoint.c
+ *   consumer.c producer.c txn.c admin.c reader.c failpoint.c
  */
 #ifndef KAFKA_INTERNAL_H
 #define KAFKA_INTERNAL_H
 
 #include "kafka.h"
 #include <librdkafka/rdkafka.h>
+#include <stdatomic.h>
 
 /* Fills err (may be NULL) and returns KAFKA_EKAFKA, so that a caller can `return kafka_fail(...)`. what = what was being
  * tried, or NULL. When code is _FATAL and rk is not NULL, the client's original fatal error is shown instead. */
@@ -24,6 +25,11 @@ int kafka_no_memory(kafka_error *err);
 rd_kafka_t *kafka_client_new(rd_kafka_type_t type, const kafka_property *defaults, size_t n_defaults,
                              const kafka_property *props, size_t n_props, const kafka_property *forced, size_t n_forced,
                              int events, kafka_error *err);
+/* The same, with a last word on the configuration before the client is made. */
+rd_kafka_t *kafka_client_new_with(void (*prepare)(rd_kafka_conf_t *conf, void *ctx), void *ctx, rd_kafka_type_t type,
+                                  const kafka_property *defaults, size_t n_defaults, const kafka_property *props,
+                                  size_t n_props, const kafka_property *forced, size_t n_forced, int events,
+                                  kafka_error *err);
 /* The value of a property in props (the last one wins), or NULL. */
 const char *kafka_property_get(const kafka_property *props, size_t n_props, const char *name);
 /* The events that every consumer and producer has; TOKEN only where librdkafka does not find tokens by itself. */
@@ -43,11 +49,26 @@ rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int ti
 /* A clock for time limits, and what is left to one of its times: never negative. */
 int64_t kafka_now_ms(void);
 int kafka_left_ms(int64_t deadline_ms);
+void kafka_pause_ms(int ms); /* for threads that may wait */
 /* Events that are nobody's: of a client whose calls report their own errors. */
 void kafka_drop_events(rd_kafka_queue_t *queue);
 
 /* record shows message and borrows from it. */
 void kafka_record_make(rd_kafka_message_t *message, kafka_record *record);
+
+/* Hands a message to a producer, which copies all of it. */
+rd_kafka_resp_err_t kafka_produce(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int32_t partition, const void *key,
+                                  size_t key_len, const void *value, size_t value_len, const kafka_header *headers,
+                                  size_t n_headers, int64_t timestamp_ms, void *opaque);
+
+/* Offsets and metadata as librdkafka wants them, checked. NULL: see err. */
+rd_kafka_topic_partition_list_t *kafka_commit_list(rd_kafka_t *rk, const kafka_partition *partitions, size_t n,
+                                                   kafka_error *err);
+
+struct kafka_group {
+    atomic_int refs;
+    rd_kafka_consumer_group_metadata_t *metadata;
+};
 
 int kafka_set_token(rd_kafka_t *rk, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
 

@@ -2,6 +2,7 @@
  *
  *   kafka_consumer   control queue (poll) + one queue per assigned partition (pop); forwarding is off
  *   kafka_producer   idempotent, acks=all; send copies, reports tell what became of it
+ *   kafka_txn        a producer of transactions; every call blocks: a thread of its own
  *   kafka_admin      a short-lived client for what blocks: metadata, committed, watermarks, topics
  *
  * Rules: nothing of librdkafka outlives a call, except records between pop and kafka_records_free (free them before the same
@@ -18,7 +19,9 @@ enum {
     KAFKA_OK = 0,
     KAFKA_EKAFKA = -1 /* see err */,
     KAFKA_EFULL = -2 /* local queue full: read reports, try again */,
-    KAFKA_ENOMEM = -3
+    KAFKA_ENOMEM = -3,
+    KAFKA_EABORT = -4, /* of a transaction: abort it; the producer is good for the next one */
+    KAFKA_EDEAD = -5   /* of a transaction: what became of it is unknown, or it is fenced; destroy its producer */
 };
 
 typedef struct kafka_error {
@@ -145,6 +148,12 @@ size_t kafka_record_headers(const kafka_record *record, kafka_header *out, size_
 /* Asynchronous, as member of the group; ends as EVENT_COMMIT with `opaque`. Metadata is checked (ASCII, no NUL, <= 4096). */
 int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque,
                           kafka_error *err);
+/* Who it is in its group now (member, generation), for kafka_txn_offsets: what is committed with it is refused once the group has gone
+ * on. May be read by any thread; as large as a few strings. NULL: no memory, or never a member. About 0.1 ms. */
+typedef struct kafka_group kafka_group;
+kafka_group *kafka_consumer_group(kafka_consumer *consumer);
+kafka_group *kafka_group_keep(kafka_group *group);
+void kafka_group_put(kafka_group *group); /* NULL is allowed */
 /* Does not wait. After KAFKA_RECORD_OUT_OF_RANGE the partition stands still until it is sought. What was fetched before the seek and not
  * popped is dropped by librdkafka. */
 int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t partition, int64_t offset,
@@ -200,6 +209,44 @@ void kafka_producer_purge(kafka_producer *producer);
 int kafka_producer_set_token(kafka_producer *producer, const char *token, int64_t lifetime_ms, const char *principal,
                              kafka_error *err);
 void kafka_producer_destroy(kafka_producer *producer, void (*done)(void *ctx), void *ctx); /* purges, then reaper */
+
+/* ------------------------------------------------------------------ transactions: every call but open and destroy blocks
+ * One transaction at a time:  init (once) --> begin --> offsets, send, flush ... --> commit
+ *                                               ^                     | KAFKA_EABORT  '--> the next
+ *                                               '------- abort <------'
+ * A call that fails in a retriable way is made again until its time is over. Each returns KAFKA_OK, KAFKA_EABORT or KAFKA_EDEAD.
+ * KAFKA_EDEAD, from any call: what became of the transaction is unknown until init of the same id has returned, here or anywhere. */
+typedef struct kafka_txn kafka_txn;
+
+/* What became of one message: known when flush or abort has returned KAFKA_OK. Must not move, and live until then or until destroy. */
+typedef struct kafka_txn_report {
+    bool known;
+    int error; /* 0 = in the log, visible once the transaction is committed */
+    int64_t offset;
+} kafka_txn_report;
+
+/* timeout_ms: after which a broker aborts what stays open. Does not block; says nothing to a broker. */
+int kafka_txn_open(const kafka_property *props, size_t n_props, const char *id, int timeout_ms, kafka_txn **out,
+                   kafka_error *err);
+int kafka_txn_set_token(kafka_txn *txn, const char *token, int64_t lifetime_ms, const char *principal,
+                        kafka_error *err);
+/* Fences whoever has this id, and ends its transaction: aborted, or committed where that had been decided. KAFKA_EDEAD: see err. */
+int kafka_txn_init(kafka_txn *txn, int timeout_ms, kafka_error *err);
+int kafka_txn_begin(kafka_txn *txn, kafka_error *err);
+/* Commits of the group that `group` is a member of, as part of the transaction. */
+int kafka_txn_offsets(kafka_txn *txn, const kafka_group *group, const kafka_partition *partitions, size_t n,
+                      int timeout_ms, kafka_error *err);
+/* Copies all but the report. KAFKA_EFULL: flush, then again. */
+int kafka_txn_send(kafka_txn *txn, const char *topic, int32_t partition, const void *key, size_t key_len,
+                   const void *value, size_t value_len, const kafka_header *headers, size_t n_headers,
+                   kafka_txn_report *report, kafka_error *err);
+/* Until the reports of all that was sent are known; KAFKA_EABORT when one of them is an error, or time is over. */
+int kafka_txn_flush(kafka_txn *txn, int timeout_ms, kafka_error *err);
+int kafka_txn_commit(kafka_txn *txn, int timeout_ms, kafka_error *err);
+/* KAFKA_OK: certainly aborted, all reports are known. When a message has failed, destroy the producer and open another one: librdkafka
+ * 2.0.2 goes on behind the failed message's sequence number, and brokers refuse that. */
+int kafka_txn_abort(kafka_txn *txn, int timeout_ms, kafka_error *err);
+void kafka_txn_destroy(kafka_txn *txn); /* reaper; what is open stays open for its time-out, or until somebody's init */
 
 /* ------------------------------------------------------------------ admin: every call blocks up to timeout_ms
  * A client of consumer type, which reads what is not committed by transactions too, so that a high watermark is the real one.

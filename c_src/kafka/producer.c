@@ -106,15 +106,15 @@ static int send_failed(kafka_producer *producer, rd_kafka_resp_err_t code, kafka
     return kafka_fail(err, producer->rk, code, rd_kafka_topic_name(topic->rkt));
 }
 
-int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t partition, const void *key,
-                        size_t key_len, const void *value, size_t value_len, const kafka_header *headers,
-                        size_t n_headers, int64_t timestamp_ms, void *opaque, kafka_error *err)
+rd_kafka_resp_err_t kafka_produce(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int32_t partition, const void *key,
+                                  size_t key_len, const void *value, size_t value_len, const kafka_header *headers,
+                                  size_t n_headers, int64_t timestamp_ms, void *opaque)
 {
     void *payload = (void *)(uintptr_t)value; /* librdkafka's prototype lacks the const; with F_COPY it only reads */
     if (n_headers == 0 && timestamp_ms == 0) {
-        if (rd_kafka_produce(topic->rkt, partition, RD_KAFKA_MSG_F_COPY, payload, value_len, key, key_len, opaque) == 0)
-            return KAFKA_OK;
-        return send_failed(producer, rd_kafka_last_error(), topic, err);
+        if (rd_kafka_produce(rkt, partition, RD_KAFKA_MSG_F_COPY, payload, value_len, key, key_len, opaque) == 0)
+            return RD_KAFKA_RESP_ERR_NO_ERROR;
+        return rd_kafka_last_error();
     }
     rd_kafka_headers_t *list = n_headers == 0 ? NULL : rd_kafka_headers_new(n_headers);
     rd_kafka_resp_err_t code = RD_KAFKA_RESP_ERR_NO_ERROR;
@@ -122,13 +122,22 @@ int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t pa
         code = rd_kafka_header_add(list, headers[i].name, -1, headers[i].value,
                                    headers[i].value == NULL ? 0 : (ssize_t)headers[i].value_len);
     if (code == RD_KAFKA_RESP_ERR_NO_ERROR)
-        code = rd_kafka_producev(producer->rk, RD_KAFKA_V_RKT(topic->rkt), RD_KAFKA_V_PARTITION(partition),
+        code = rd_kafka_producev(rk, RD_KAFKA_V_RKT(rkt), RD_KAFKA_V_PARTITION(partition),
                                  RD_KAFKA_V_MSGFLAGS(RD_KAFKA_MSG_F_COPY), RD_KAFKA_V_KEY(key, key_len),
                                  RD_KAFKA_V_VALUE(payload, value_len), RD_KAFKA_V_TIMESTAMP(timestamp_ms),
                                  RD_KAFKA_V_HEADERS(list), RD_KAFKA_V_OPAQUE(opaque), RD_KAFKA_V_END);
-    if (code == RD_KAFKA_RESP_ERR_NO_ERROR) return KAFKA_OK;
-    if (list != NULL) rd_kafka_headers_destroy(list); /* producev takes them only when it succeeds */
-    return send_failed(producer, code, topic, err);
+    /* producev takes the list only when it succeeds */
+    if (code != RD_KAFKA_RESP_ERR_NO_ERROR && list != NULL) rd_kafka_headers_destroy(list);
+    return code;
+}
+
+int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t partition, const void *key,
+                        size_t key_len, const void *value, size_t value_len, const kafka_header *headers,
+                        size_t n_headers, int64_t timestamp_ms, void *opaque, kafka_error *err)
+{
+    rd_kafka_resp_err_t code = kafka_produce(producer->rk, topic->rkt, partition, key, key_len, value, value_len,
+                                             headers, n_headers, timestamp_ms, opaque);
+    return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : send_failed(producer, code, topic, err);
 }
 
 /* ------------------------------------------------------------------ reports and events */

@@ -16,7 +16,6 @@
 #include "internal.h"
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 enum {
     GAP = 1000,         /* offsets: a longer gap is skipped by a seek */
@@ -156,12 +155,6 @@ static int look_up(kafka_reader *reader, reader_topic *topic, int32_t partition,
 
 static int left_ms(const reading *r) { return kafka_left_ms(r->deadline_ms); }
 
-static void pause_ms(int ms)
-{
-    struct timespec t = {0, ms * 1000000L};
-    nanosleep(&t, NULL);
-}
-
 /* All that is wanted below this offset is gone. */
 static void gone_below(reading *r, int64_t offset)
 {
@@ -213,7 +206,7 @@ static int take(reading *r, rd_kafka_message_t *message, bool *again, kafka_erro
     case RD_KAFKA_RESP_ERR_OFFSET_OUT_OF_RANGE: {
         size_t before = r->i;
         gone_outside(r);
-        if (r->i == before) pause_ms(RETRY_PAUSE_MS); /* within its range after all, or no answer */
+        if (r->i == before) kafka_pause_ms(RETRY_PAUSE_MS); /* within its range after all, or no answer */
         *again = true;
         return KAFKA_OK;
     }
