@@ -11,6 +11,8 @@
 #   make setup           what a build needs                 make setup-test      what the tests need, Kafka's jars included
 #   make format          as lint wants it                   make clean
 #
+#   RDKAFKA=path         test and test-long: this librdkafka.so.1 instead of the one built against. The newer one inside the Python package
+#                        confluent-kafka serves: pip download --no-deps confluent-kafka, unzip it, its confluent_kafka.libs/librdkafka*.so.1
 #   WERROR=1             warnings are errors
 #   KMQ_TEST_SCALE=3     time limits of tests three times as long, for slow or loaded machines
 
@@ -46,7 +48,16 @@ setup-test:
 demo: setup
 	@mix kmq.demo $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
 
+# Linked by that name into a folder that the loader searches first, for the VM, its port programs and the C tests alike.
+ifdef RDKAFKA
+export LD_LIBRARY_PATH := $(BUILD)/rdkafka$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
+endif
+swap = $(if $(RDKAFKA),@test -e "$(RDKAFKA)" || { echo "no such file: $(RDKAFKA)"; exit 1; }; \
+    mkdir -p $(BUILD)/rdkafka && ln -sfn "$(abspath $(RDKAFKA))" $(BUILD)/rdkafka/librdkafka.so.1 && \
+    MIX_ENV=test mix run --no-start -e 'IO.puts("librdkafka " <> elem(:kmq_nif.version(), 0))')
+
 test: setup-test
+	$(swap)
 	@$(C) check check-deps
 	@$(if $(ARGS),mix test $(ARGS),$(thirds))
 
@@ -62,6 +73,7 @@ thirds = MIX_ENV=test mix compile && { \
     [ $$first = 0 ] && [ $$second = 0 ] && [ $$third = 0 ]; }
 
 test-long: setup-test
+	$(swap)
 	@KMQ_LONG=1 KMQ_FUZZ=10000000 KMQ_TEST_SCALE=10 $(C) check
 	@KMQ_LONG=1 mix test $(ARGS)
 

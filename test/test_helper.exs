@@ -4,12 +4,21 @@ import Kmq.Test.Eventually, only: [scaled: 1]
 
 seed = Keyword.get(ExUnit.configuration(), :seed) || rem(System.os_time(:microsecond), 1_000_000)
 
+{rdkafka, rdkafka_number} = :kmq_nif.version()
+
 needs = [
   integration: Kmq.Test.Kafka.available(),
   broadway:
     if(Code.ensure_loaded?(Broadway),
       do: :ok,
       else: {:missing, "Broadway is not loaded; ERL_LIBS=... brings it"}
+    ),
+  cooperative:
+    if(rdkafka_number >= 0x020A01FF,
+      do: :ok,
+      else:
+        {:missing,
+         "librdkafka is #{rdkafka}, and this needs 2.10.1; `make test-long RDKAFKA=path` brings another"}
     ),
   slow:
     if(System.get_env("KMQ_LONG") == "1",
@@ -33,7 +42,7 @@ ExUnit.start(
 
 included = Keyword.get(ExUnit.configuration(), :include, [])
 
-IO.puts("seed #{seed}")
+IO.puts("seed #{seed}, librdkafka #{rdkafka}")
 
 for {tag, {:missing, why}} <- needs,
     tag not in included,

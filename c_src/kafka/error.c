@@ -77,6 +77,11 @@ bool kafka_error_retriable(int code)
     }
 }
 
+bool kafka_error_rebalancing(int code)
+{
+    return code == RD_KAFKA_RESP_ERR_REBALANCE_IN_PROGRESS || code == RD_KAFKA_RESP_ERR_ILLEGAL_GENERATION;
+}
+
 /* These end the client: it must be rebuilt (or, fenced, given up). */
 static bool fatal(int code)
 {

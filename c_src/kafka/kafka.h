@@ -35,6 +35,7 @@ void kafka_error_set(kafka_error *err, int code, const char *format, ...);
 const char *kafka_error_name(int code);
 const char *kafka_error_text(int code); /* a sentence */
 bool kafka_error_retriable(int code);
+bool kafka_error_rebalancing(int code); /* of a commit: the group is just sharing out its partitions anew */
 
 /* "2.0.2"; and the number, e.g. 0x020002ff */
 const char *kafka_version(void);

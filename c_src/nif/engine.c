@@ -108,6 +108,11 @@ void engine_send_commit(engine *e, int64_t now)
         e->commit_in_flight = true;
 }
 
+static void add(ErlNifEnv *env, ERL_NIF_TERM *events, ERL_NIF_TERM name, ERL_NIF_TERM value)
+{
+    *events = enif_make_list_cell(env, enif_make_tuple2(env, name, value), *events);
+}
+
 static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
     bool failed = event->error.code != 0;
@@ -129,8 +134,9 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
         }
     }
     if (failed) {
-        *events =
-            enif_make_list_cell(env, enif_make_tuple2(env, atoms.commit_failed, term_kafka_error(env, &err)), *events);
+        /* Incrementally, what stays is committed while the rest of the group moves: nothing is wrong, it goes with the next. */
+        bool expected = e->config.cooperative && kafka_error_rebalancing(err.code);
+        if (!expected) add(env, events, atoms.commit_failed, term_kafka_error(env, &err));
         e->commit_due = now + COMMIT_PAUSE_MS;
     } else if (e->commit_due == INT64_MAX) {
         e->commit_due = now + e->config.commit_interval_ms; /* the floor may have moved meanwhile */
@@ -138,11 +144,6 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
 }
 
 /* ------------------------------------------------------------------ the owner's poll */
-static void add(ErlNifEnv *env, ERL_NIF_TERM *events, ERL_NIF_TERM name, ERL_NIF_TERM value)
-{
-    *events = enif_make_list_cell(env, enif_make_tuple2(env, name, value), *events);
-}
-
 static void simple_event(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
     switch (event->type) {

@@ -67,7 +67,8 @@ defmodule Kmq.Config do
     with {:ok, valid} <- Options.validate(options, kind),
          {:ok, topics} <- derive_topics(valid),
          {:ok, security} <- security(valid[:client_config]),
-         :ok <- timing(valid) do
+         :ok <- timing(valid),
+         :ok <- assignor(valid[:assignor], :kmq_nif.version()) do
       idle = Options.idle(options)
       idle != [] && warn_idle(idle)
       {:ok, build(valid, kind, topics, security)}
@@ -305,6 +306,30 @@ defmodule Kmq.Config do
     end
   end
 
+  # ---- assignor
+
+  @doc false
+  # Older libraries loop, hang or lose assignments with it.
+  @spec assignor([atom] | nil, {binary, integer}) :: :ok | {:error, String.t()}
+  def assignor([:cooperative_sticky], {version, number}) when number < 0x020A01FF do
+    {:error,
+     "invalid value for :assignor option: :cooperative_sticky needs librdkafka 2.10.1 or newer, this is #{version}: " <>
+       "with it a group may hang or lose partitions. Use :roundrobin or :range, or run with a newer librdkafka.so.1"}
+  end
+
+  def assignor(_assignor, _version), do: :ok
+
+  @doc "Whether a rebalance takes away only what moves."
+  @spec cooperative?(t) :: boolean
+  def cooperative?(config), do: config.assignor == [:cooperative_sticky]
+
+  defp strategy(assignor) do
+    Enum.map_join(assignor || [:roundrobin], ",", fn
+      :cooperative_sticky -> "cooperative-sticky"
+      eager -> to_string(eager)
+    end)
+  end
+
   # ---- properties
 
   defp build(valid, kind, topics, security) do
@@ -367,8 +392,7 @@ defmodule Kmq.Config do
       {"session.timeout.ms", to_string(session)},
       {"heartbeat.interval.ms", to_string(heartbeat)},
       {"max.poll.interval.ms", to_string(max_poll)},
-      # One eager assignor for all: members on different library versions must agree.
-      {"partition.assignment.strategy", "roundrobin"},
+      {"partition.assignment.strategy", strategy(valid[:assignor])},
       # The engine decides where to begin; a library that resets by itself skips messages silently.
       {"auto.offset.reset", "error"},
       {"isolation.level", to_string(valid[:isolation_level] || :read_committed)},

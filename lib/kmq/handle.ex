@@ -14,7 +14,7 @@ defmodule Kmq.Handle do
   use GenServer, restart: :temporary
 
   require Logger
-  alias Kmq.{Error, Info, Receipt, Telemetry, Topics, Tracker}
+  alias Kmq.{Config, Error, Info, Receipt, Telemetry, Topics, Tracker}
 
   @enforce_keys [:pid, :ref]
   defstruct [:pid, :ref]
@@ -311,7 +311,7 @@ defmodule Kmq.Handle do
       ack_flush_ms: config.ack_flush_interval,
       revoke_wait_ms: revoke_wait(config, drain?, max_poll),
       drain_on_revoke: drain?,
-      cooperative: false,
+      cooperative: Config.cooperative?(config),
       drain_ms: config.drain_timeout,
       max_redeliveries: config.max_redeliveries,
       max_poll_ms: max_poll,
@@ -520,7 +520,9 @@ defmodule Kmq.Handle do
   defp event({:assign, epoch, partitions}, state), do: resolve(state, epoch, partitions, 0)
 
   defp event({:revoked, _epoch, partitions, lost}, state) do
-    state = stop_resolvers(state)
+    # Incrementally, what was just assigned is not among these.
+    state =
+      if lost or not Config.cooperative?(state.config), do: stop_resolvers(state), else: state
 
     if partitions != [] do
       Logger.info(
@@ -671,7 +673,8 @@ defmodule Kmq.Handle do
     case :kmq_nif.consumer_assign(state.ref, epoch, positions) do
       :ok ->
         partitions = Enum.map(positions, fn {topic, partition, _, _} -> {topic, partition} end)
-        Logger.info("kmq: #{name(state)}: assigned #{describe(partitions)}")
+        level = if partitions == [], do: :debug, else: :info
+        Logger.log(level, "kmq: #{name(state)}: assigned #{describe(partitions)}")
         telemetry([:assigned], %{count: length(partitions)}, state, %{partitions: partitions})
         poll(state)
 
@@ -692,6 +695,8 @@ defmodule Kmq.Handle do
   #
   # A queue topic may have grown: its marker topic is grown first, where that is wanted. Where not, START fails and says so,
   # and these partitions wait until it has grown.
+  defp positions(_config, []), do: []
+
   defp positions(config, partitions) do
     if config.create_topics do
       with {:error, error} <- Topics.prepare(config),

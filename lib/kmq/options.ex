@@ -306,6 +306,14 @@ defmodule Kmq.Options do
                   doc:
                     "Messages of open and aborted transactions are not handed out (`:read_committed`), or handed out like all others."
                 ],
+                assignor: [
+                  type: {:custom, Types, :assignor, []},
+                  default: :roundrobin,
+                  type_doc: "`:roundrobin`, `:range`, both in a list, or `:cooperative_sticky`",
+                  doc:
+                    "How the members of the group share its partitions; all must have one in common. `:cooperative_sticky` takes away only what " <>
+                      "moves, the rest goes on meanwhile; it needs librdkafka 2.10.1 and goes with no other."
+                ],
                 filter: [
                   type: {:custom, Types, :filter, []},
                   default: [],

@@ -31,32 +31,35 @@ defmodule Kmq.RebalanceTest do
     end
   end
 
-  test "consumers that join and leave under load: none comes twice, none with a raised count" do
-    scene = Scene.new(calm: true, partitions: 6)
-    [first, second, third] = for _ <- 1..3, do: Scene.vm(scene)
-    feeder = Task.async(fn -> feed(scene, 0) end)
+  for assignor <- [:roundrobin, :cooperative_sticky] do
+    @tag cooperative: assignor == :cooperative_sticky
+    test "consumers that join and leave under load: none comes twice, none with a raised count (#{assignor})" do
+      scene = Scene.new(calm: true, partitions: 6, assignor: unquote(assignor))
+      [first, second, third] = for _ <- 1..3, do: Scene.vm(scene)
+      feeder = Task.async(fn -> feed(scene, 0) end)
 
-    :ok = Scene.work(scene, first, sleep: 1)
-    Scene.await_handled(scene, @most, 500)
-    :ok = Scene.work(scene, second, sleep: 1)
-    await_share(second, 3)
-    more(scene)
-    :ok = Scene.work(scene, third, sleep: 1)
-    await_share(third, 2)
-    more(scene)
-    :ok = VM.call(first, Worker, :stop, [])
-    await_share(third, 3)
-    more(scene)
-    :ok = VM.call(second, Worker, :stop, [])
-    await_share(third, 6)
-    more(scene)
+      :ok = Scene.work(scene, first, sleep: 1)
+      Scene.await_handled(scene, @most, 500)
+      :ok = Scene.work(scene, second, sleep: 1)
+      await_share(second, 3)
+      more(scene)
+      :ok = Scene.work(scene, third, sleep: 1)
+      await_share(third, 2)
+      more(scene)
+      :ok = VM.call(first, Worker, :stop, [])
+      await_share(third, 3)
+      more(scene)
+      :ok = VM.call(second, Worker, :stop, [])
+      await_share(third, 6)
+      more(scene)
 
-    send(feeder.pid, :enough)
-    n = Task.await(feeder, scaled(20_000))
-    Scene.await_all(scene, n)
-    Scene.await_committed(scene)
-    :ok = VM.call(third, Worker, :stop, [])
-    once(scene, n)
+      send(feeder.pid, :enough)
+      n = Task.await(feeder, scaled(20_000))
+      Scene.await_all(scene, n)
+      Scene.await_committed(scene)
+      :ok = VM.call(third, Worker, :stop, [])
+      once(scene, n)
+    end
   end
 
   test "a pipeline that is stopped and started under load: none comes twice" do

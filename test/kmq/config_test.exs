@@ -181,11 +181,47 @@ defmodule Kmq.ConfigTest do
       assert message(
                kafka_config: [consumer: ["partition.assignment.strategy": "cooperative-sticky"]]
              ) ==
-               "invalid value for :kafka_config option: partition.assignment.strategy: cooperative-sticky is not there yet; this version has " <>
-                 "roundrobin and range"
+               "invalid value for :kafka_config option: partition.assignment.strategy cannot be set here: use :assignor"
 
       assert message(kafka_config: [all: []]) ==
                "invalid value for :kafka_config option: unknown group :all, expected :common, :consumer, :producer or :tracker"
+    end
+  end
+
+  describe "assignor" do
+    test "one, or eager ones in their order" do
+      for {assignor, property} <- [
+            {:range, "range"},
+            {[:range, :roundrobin], "range,roundrobin"},
+            {[:roundrobin], "roundrobin"}
+          ] do
+        assert property(config(assignor: assignor), "partition.assignment.strategy") == property
+      end
+
+      for bad <- [:sticky, "range", [], [:range, :range], [:range, :other]] do
+        assert message(assignor: bad) ==
+                 "invalid value for :assignor option: expected :roundrobin, :range, both of these in a list, or :cooperative_sticky"
+      end
+
+      assert message(assignor: [:range, :cooperative_sticky]) ==
+               "invalid value for :assignor option: members that take everything back and members that do not cannot share a group: " <>
+                 ":cooperative_sticky stands alone, stop all members before the change"
+    end
+
+    test "cooperative-sticky is refused where the library loses assignments with it" do
+      assert Config.assignor([:cooperative_sticky], {"2.10.0", 0x020A00FF}) ==
+               {:error,
+                "invalid value for :assignor option: :cooperative_sticky needs librdkafka 2.10.1 or newer, this is 2.10.0: " <>
+                  "with it a group may hang or lose partitions. Use :roundrobin or :range, or run with a newer librdkafka.so.1"}
+
+      assert Config.assignor([:cooperative_sticky], {"2.10.1", 0x020A01FF}) == :ok
+      assert Config.assignor([:roundrobin], {"2.0.2", 0x020002FF}) == :ok
+
+      {text, number} = :kmq_nif.version()
+
+      if number < 0x020A01FF,
+        do: assert(message(assignor: :cooperative_sticky) =~ "this is #{text}"),
+        else: assert(Config.cooperative?(config(assignor: :cooperative_sticky)))
     end
   end
 

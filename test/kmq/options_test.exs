@@ -87,7 +87,9 @@ defmodule Kmq.OptionsTest do
      "invalid value for :receipt_secret option: expected a binary of at least 16 bytes"},
     {:kafka_config, [], [common: ["socket.keepalive.enable": true]],
      [common: [{"socket.keepalive.enable", "true"}]], [consumer: ["enable.auto.commit": true]],
-     "invalid value for :kafka_config option: enable.auto.commit cannot be set here: Kmq commits by itself"}
+     "invalid value for :kafka_config option: enable.auto.commit cannot be set here: Kmq commits by itself"},
+    {:assignor, [:roundrobin], :range, [:range], :sticky,
+     "invalid value for :assignor option: expected :roundrobin, :range, both of these in a list, or :cooperative_sticky"}
   ]
 
   for {name, default, good, normal, bad, text} <- @table do

@@ -364,6 +364,33 @@ defmodule Kmq.Options.Types do
     end
   end
 
+  # ---- assignors: normal form a list of one, or of eager ones in their order
+
+  @eager [:roundrobin, :range]
+
+  @spec assignor(term) :: result
+  def assignor(value) when value in [:cooperative_sticky | @eager], do: {:ok, [value]}
+  def assignor([:cooperative_sticky]), do: {:ok, [:cooperative_sticky]}
+
+  def assignor([_ | _] = values) do
+    cond do
+      :cooperative_sticky in values and Enum.any?(@eager, &(&1 in values)) ->
+        {:error,
+         "members that take everything back and members that do not cannot share a group: :cooperative_sticky stands alone, " <>
+           "stop all members before the change"}
+
+      Enum.uniq(values) == values and Enum.all?(values, &(&1 in @eager)) ->
+        {:ok, values}
+
+      true ->
+        assignor(nil)
+    end
+  end
+
+  def assignor(_other) do
+    {:error, "expected :roundrobin, :range, both of these in a list, or :cooperative_sticky"}
+  end
+
   # ---- librdkafka properties: normal form [common: [{binary, binary}], ...]
 
   @kafka_groups [:common, :consumer, :producer, :tracker]
@@ -382,6 +409,7 @@ defmodule Kmq.Options.Types do
     "request.required.acks" => "use :acks of Kmq.Publisher; Kmq's own producers need all",
     "allow.auto.create.topics" => "topics are never made by asking for them",
     "log.queue" => "Kmq sets it",
+    "partition.assignment.strategy" => "use :assignor",
     "group.protocol" => "it is not there yet"
   }
 
@@ -425,10 +453,6 @@ defmodule Kmq.Options.Types do
       not printable?(value) ->
         {:error, "expected a string, number, boolean or atom for #{name}"}
 
-      cooperative?(name, value) ->
-        {:error,
-         "#{name}: cooperative-sticky is not there yet; this version has roundrobin and range"}
-
       true ->
         {:ok, {name, to_string(value)}}
     end
@@ -438,7 +462,4 @@ defmodule Kmq.Options.Types do
 
   defp printable?(value),
     do: is_binary(value) or is_number(value) or (is_atom(value) and not is_nil(value))
-
-  defp cooperative?(name, value),
-    do: name == "partition.assignment.strategy" and to_string(value) =~ "cooperative"
 end

@@ -1,0 +1,145 @@
+defmodule Kmq.Integration.CooperativeTest do
+  # A group that rebalances incrementally: what moves is taken away, what stays is not even interrupted.
+  use Kmq.Test.ClusterCase, on: :kafka
+
+  alias Kmq.{Config, Handle}
+
+  @moduletag :cooperative
+
+  @partitions 4
+
+  defp config(cluster, topic, extra \\ []) do
+    options =
+      options(cluster, topic,
+        kafka_config: [
+          common: ["topic.metadata.refresh.interval.ms": 500],
+          consumer: ["heartbeat.interval.ms": 200]
+        ],
+        assignor: :cooperative_sticky,
+        group_id: topic
+      )
+
+    struct!(Config.new!(options, :consumer), extra)
+  end
+
+  defp open(config) do
+    {:ok, handle} = Handle.open(config, {__MODULE__, make_ref()})
+    :ok = Handle.attach(handle, self())
+    on_exit(fn -> Handle.close(handle, 5_000) end)
+    handle
+  end
+
+  # %{assigned: [{partition, slot}]}
+  defp parts(handle) do
+    handle
+    |> Handle.info()
+    |> Map.fetch!(:partitions)
+    |> Enum.group_by(& &1.state, &{&1.partition, &1.slot})
+    |> Map.new(fn {state, parts} -> {state, Enum.sort(parts)} end)
+  end
+
+  defp assigned(handle), do: Map.get(parts(handle), :assigned, [])
+
+  defp now(handle, max) do
+    for {slot, _topic, partition, records} <- Handle.take(handle, max),
+        record <- records,
+        do: {slot, elem(record, 0), partition, String.to_integer(elem(record, 3))}
+  end
+
+  defp take(_handle, 0), do: []
+
+  defp take(handle, n) do
+    messages = eventually(fn -> with([] <- now(handle, n), do: nil) end, 15_000)
+    messages ++ take(handle, n - length(messages))
+  end
+
+  defp ack(handle, messages),
+    do: Handle.settle(handle, :ack, for({slot, offset, _, _} <- messages, do: {slot, offset}))
+
+  defp numbers(cluster, topic, range),
+    do: publish(cluster, topic, for(i <- range, do: {"#{i}", partition: rem(i, @partitions)}))
+
+  defp grow(cluster, topic, n) do
+    {:ok, admin} = :kmq_nif.admin_open([{"bootstrap.servers", cluster.hosts}])
+    :ok = :kmq_nif.admin_create_partitions(admin, topic, n, 10_000)
+    :kmq_nif.admin_close(admin)
+  end
+
+  test "what stays keeps its slot and flows while what moves is drained", %{cluster: cluster} do
+    topic = queue(cluster, @partitions)
+    config = config(cluster, topic, ordering: :partition, drain_timeout: 60_000)
+    numbers(cluster, topic, 0..3)
+    first = open(config)
+    work = take(first, 4)
+    before = assigned(first)
+    assert length(before) == @partitions
+
+    # So much is fetched ahead: librdkafka itself fetches nothing until a revocation is answered.
+    numbers(cluster, topic, 4..43)
+    eventually(fn -> Handle.info(first).waiting == 40 end, 10_000)
+
+    # Two are to move, and wait for what is in work; the other two go on.
+    second = open(config)
+    %{leaving: leaving} = eventually(fn -> %{leaving: _} = parts(first) end, 20_000)
+    stay = before -- leaving
+    assert {length(leaving), length(stay)} == {2, 2}
+    more = take(first, 20)
+
+    assert Enum.sort(Enum.uniq(for {slot, _, partition, _} <- more, do: {partition, slot})) ==
+             stay
+
+    assert now(first, 10) == []
+    assert assigned(second) == []
+
+    ack(first, work)
+    eventually(fn -> length(assigned(second)) == 2 end, 20_000)
+    assert assigned(first) == stay
+    rest = take(second, 20)
+    assert Enum.sort(Enum.map(more ++ rest, &elem(&1, 3))) == Enum.to_list(4..43)
+    ack(first, more)
+    ack(second, rest)
+    assert Handle.flush(first, 10_000) == :ok
+    ends = for partition <- 0..3, do: {partition, 11}
+    eventually(fn -> committed(cluster, topic, topic, @partitions) == ends end, 10_000)
+
+    # The second leaves: what the first has stays as it is, and the rest comes back.
+    assert Handle.close(second, 10_000) == :ok
+    eventually(fn -> length(assigned(first)) == @partitions end, 20_000)
+    assert stay -- assigned(first) == []
+  end
+
+  test "without a drain, too, only what moves is retired", %{cluster: cluster} do
+    topic = queue(cluster, @partitions)
+    config = config(cluster, topic)
+    numbers(cluster, topic, 0..7)
+    first = open(config)
+    work = take(first, 8)
+    before = assigned(first)
+    second = open(config)
+    eventually(fn -> length(assigned(second)) == 2 end, 20_000)
+    assert assigned(first) -- before == []
+    # Acks of what moved are good: the messages are this consumer's until they are settled.
+    assert ack(first, work) == :ok
+    assert Handle.flush(first, 10_000) == :ok
+    assert now(second, 10) == []
+
+    assert %{assigned: _} =
+             parts = eventually(fn -> with(%{retired: _} <- parts(first), do: nil) end)
+
+    assert map_size(parts) == 1
+  end
+
+  test "a topic that grows: the new partition is added to the others", %{cluster: cluster} do
+    topic = queue(cluster, @partitions)
+
+    handle = open(config(cluster, topic))
+    eventually(fn -> length(assigned(handle)) == @partitions end, 20_000)
+    before = assigned(handle)
+    grow(cluster, topic, @partitions + 1)
+    eventually(fn -> length(assigned(handle)) == @partitions + 1 end, 20_000)
+    assert before -- assigned(handle) == []
+    publish(cluster, topic, [{"7", partition: @partitions}])
+    assert [{_, 0, @partitions, 7}] = messages = take(handle, 1)
+    assert ack(handle, messages) == :ok
+  end
+end
