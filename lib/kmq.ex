@@ -28,7 +28,7 @@ defmodule Kmq do
   another node: through the consumer's handle), and says what it could not do.
   """
 
-  alias Kmq.{Backoff, Handle, Info, Message, Publisher, Receipt}
+  alias Kmq.{Backoff, Control, Handle, Info, Message, Publisher, Receipt}
   alias Kmq.Options.Types
 
   @typedoc """
@@ -193,6 +193,41 @@ defmodule Kmq do
   """
   @spec info(GenServer.server()) :: Info.t()
   def info(server), do: Info.get(server)
+
+  @typedoc "A place in a partition: an offset, its first or last one, or the first message at or after a time."
+  @type place :: non_neg_integer | :beginning | :end | {:timestamp, ms :: integer} | DateTime.t()
+
+  @doc """
+  Partitions of a consumer, or of a pipeline (by its name), are read no more until `resume/2`: `{topic, partition}`, a list, or `:all` that are
+  assigned now.
+
+  Membership goes on, what is in work can be settled, other partitions go on. The pause holds for this consumer also after a
+  rebalance, and ends with it; another consumer that is given the partition reads it.
+
+  `{:error, %Kmq.Error{reason: :not_assigned}}`: one of them is not here just now; then none was paused.
+  """
+  @spec pause(GenServer.server(), {String.t(), non_neg_integer} | [tuple] | :all) ::
+          :ok | {:error, Kmq.Error.t()}
+  def pause(server, partitions), do: Control.pause(server, partitions, true)
+
+  @doc "Reads paused partitions on. One that is not paused reads on, too."
+  @spec resume(GenServer.server(), {String.t(), non_neg_integer} | [tuple] | :all) ::
+          :ok | {:error, Kmq.Error.t()}
+  def resume(server, partitions), do: Control.pause(server, partitions, false)
+
+  @doc """
+  Goes on at another place of a partition, `{topic, partition}`, of a consumer or a pipeline (by its name).
+
+    * back: all from there on is handed out again, also what is done. It is a new delivery at the attempt its record says
+    * forward: what lies between is skipped. It is not handed out and not redelivered
+    * what is in work stays so, and can be settled; if the seek goes back before it, it is handed out once more all the same
+
+  The group's commit goes there with the next commit, in both directions. `{:error, error}` with the reason `:not_assigned`; `:offset_out_of_range`, with
+  what there is; or why the place could not be looked up. A sandbox knows no times (`:unsupported_feature`).
+  """
+  @spec seek(GenServer.server(), {String.t(), non_neg_integer}, place) ::
+          :ok | {:error, Kmq.Error.t()}
+  def seek(server, partition, to), do: Control.seek(server, partition, to)
 
   defp coordinates(messages), do: for(message <- messages, do: {message.slot, message.offset})
 

@@ -9,7 +9,7 @@
 -export([version/0, live/0, backoff/3]).
 -export([consumer_open/3, consumer_subscribe/1, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_settle/3,
          consumer_retry/5, consumer_extend/3, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
-         consumer_close/2, consumer_kill/1, consumer_info/1, consumer_set_token/4, consumer_test_fatal/1]).
+         consumer_close/2, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/4, consumer_test_fatal/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
          publisher_set_token/4]).
 -export([admin_open/1, admin_close/1, admin_cluster_id/2, admin_partitions/3, admin_topics/2, admin_create_topic/6,
@@ -87,6 +87,10 @@ consumer_close(_Ref, _TimeoutMs) -> erlang:nif_error(not_loaded).
 consumer_kill(_Ref) -> erlang:nif_error(not_loaded).
 -spec consumer_info(ref()) -> {ok, map()} | failure().
 consumer_info(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_pause(ref(), binary(), integer(), boolean()) -> ok | {error, not_assigned | closed}.
+consumer_pause(_Ref, _Topic, _Partition, _Pause) -> erlang:nif_error(not_loaded).
+-spec consumer_seek(ref(), binary(), integer(), non_neg_integer()) -> {ok, From :: integer()} | {error, not_assigned} | failure().
+consumer_seek(_Ref, _Topic, _Partition, _Offset) -> erlang:nif_error(not_loaded).
 -spec consumer_set_token(ref(), binary() | nil, integer(), binary()) -> ok | failure().
 consumer_set_token(_Ref, _Token, _LifetimeMs, _Principal) -> erlang:nif_error(not_loaded).
 -spec consumer_test_fatal(ref()) -> ok | failure().

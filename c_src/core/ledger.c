@@ -653,14 +653,14 @@ int64_t kmq_ledger_ends(const kmq_ledger *ledger)
 
 /* ---- renewal, commit, end of the assignment */
 
-/* Ready segments in [from, below) behind the ranges that out has; returns where it stopped. */
-static int64_t add_ready(const kmq_ledger *ledger, int64_t from, int64_t below, kmq_range *out, size_t max_ranges,
-                         size_t *n)
+/* Ready (and starting) segments in [from, below) behind the ranges that out has; returns where it stopped. */
+static int64_t add_waiting(const kmq_ledger *ledger, bool starting, int64_t from, int64_t below, kmq_range *out,
+                           size_t max_ranges, size_t *n)
 {
     for (size_t i = find_segment(ledger, from); i < ledger->segments.count && from < below; i++) {
         const segment *s = segment_at(ledger, i);
         if (s->lo >= below) break;
-        if (s->state != READY) continue;
+        if (s->state != READY && !(starting && s->state == STARTING)) continue;
         kmq_range run = {s->lo > from ? s->lo : from, s->hi < below ? s->hi : below};
         if (*n > 0 && out[*n - 1].hi == run.lo)
             out[*n - 1].hi = run.hi;
@@ -679,7 +679,7 @@ int kmq_ledger_held(const kmq_ledger *ledger, int64_t *cursor, kmq_range *out, s
     *n = 0;
     if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
     from = open_runs(ledger, from, INT64_MAX, INT64_MAX, out, max_ranges, n);
-    if (*n < max_ranges) from = add_ready(ledger, from, INT64_MAX, out, max_ranges, n);
+    if (*n < max_ranges) from = add_waiting(ledger, false, from, INT64_MAX, out, max_ranges, n);
     *cursor = from;
     return KMQ_OK;
 }
@@ -688,7 +688,15 @@ int kmq_ledger_covered_waiting(const kmq_ledger *ledger, int64_t *cursor, kmq_ra
 {
     *n = 0;
     if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
-    *cursor = add_ready(ledger, *cursor, ledger->covered, out, max_ranges, n);
+    *cursor = add_waiting(ledger, false, *cursor, ledger->covered, out, max_ranges, n);
+    return KMQ_OK;
+}
+
+int kmq_ledger_unseen(const kmq_ledger *ledger, int64_t below, int64_t *cursor, kmq_range *out, size_t max_ranges,
+                      size_t *n)
+{
+    *n = 0;
+    *cursor = add_waiting(ledger, true, *cursor, below, out, max_ranges, n);
     return KMQ_OK;
 }
 

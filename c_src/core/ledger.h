@@ -164,6 +164,10 @@ void kmq_ledger_cover(kmq_ledger *ledger, int64_t offset);
 /* For the end of an assignment, before retire: STARTed offsets never handed out that a commit already covers: no owner
  * would fetch them again, so the caller RETRYs them (released). Cursor as in held. OK */
 int kmq_ledger_covered_waiting(const kmq_ledger *ledger, int64_t *cursor, kmq_range *out, size_t max_ranges, size_t *n);
+/* Not handed out, with a START that is durable or on its way, below that offset: when these are to be skipped, an END says so. Cursor as in
+ * held. OK */
+int kmq_ledger_unseen(const kmq_ledger *ledger, int64_t below, int64_t *cursor, kmq_range *out, size_t max_ranges,
+                      size_t *n);
 /* The assignment is over: forgets what was not handed out; what is open can still be settled, renewed and times out. */
 void kmq_ledger_retire(kmq_ledger *ledger);
 

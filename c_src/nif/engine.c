@@ -125,7 +125,7 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
             if (!failed)
                 kafka_error_set(&err, kp->error, "%s-%d at %lld", kp->topic, (int)kp->partition, (long long)kp->offset);
             failed = true;
-        } else if (p && !event->error.code && kp->offset >= 0) {
+        } else if (p && !event->error.code && kp->offset >= 0 && kp->offset == p->sent) { /* and not of a slot before */
             if (p->committed < kp->offset) p->committed = kp->offset;
             if (p->gated && p->gate_offset >= 0 && p->committed >= p->gate_offset) {
                 p->gated = false;
@@ -406,6 +406,7 @@ void engine_free(engine *e)
     enif_free(e->topics);
     enif_free(e->slots);
     enif_free(e->active);
+    engine_paused_free(e);
     enif_free(e->producer_memory);
     enif_free(e->config.group_id);
     enif_free(e->config.count_header);

@@ -14,7 +14,7 @@
  * below the committed offset the next time, and the tracker counts it.
  *
  * Files: engine.c (life, poll, timers, commits), rebalance.c (what is assigned), pump.c (fetch, START, hand-out), marks.c (records to the marker
- * topic and their reports), isolate.c (what crashed before, beside all engines of the VM).
+ * topic and their reports), isolate.c (what crashed before, beside all engines of the VM), control.c (pause, seek).
  *
  * Locks, in this order: engine.lock -> slots_lock -> part.lock; engine.lock -> isolate.c's -> wake_lock; wake_lock is a leaf and is also taken in librdkafka's callbacks (which
  * hold a queue lock), so nobody calls librdkafka with it. No librdkafka call under a part.lock.
@@ -73,6 +73,12 @@ typedef struct retry {
 typedef struct park {
     int64_t offset, due_ms;
 } park;
+
+/* A pause holds for the next assignment of the partition, too. */
+typedef struct paused_part {
+    char *topic;
+    int32_t partition;
+} paused_part;
 
 typedef enum part_state { PART_ACTIVE, PART_LEAVING, PART_RETIRED } part_state;
 
@@ -145,6 +151,9 @@ struct engine {
     part **active; /* what is assigned: n_active that flow, in round-robin order, and behind them those that leave */
     size_t n_active, n_assigned, cursor;
     size_t n_retired;
+
+    paused_part *paused;
+    size_t n_paused;
 
     uint64_t epoch, asked; /* asked: of an ASSIGN that waits for its answer; 0: none */
     revoke_step revoking;
@@ -222,6 +231,10 @@ void engine_retire_all(engine *engine);
 void engine_reap(engine *engine); /* frees what is retired and holds nothing any more */
 void engine_part_free(part *part);
 
+/* -- control.c */
+bool engine_is_paused(const engine *engine, const char *topic, int32_t partition);
+void engine_paused_free(engine *engine);
+
 /* -- pump.c */
 void pump(engine *engine, int64_t want, int64_t now);
 /* Hands out up to max messages: [{Slot, Topic, Partition, [Message]}], *more: there is more that the time slice cut off. */
@@ -234,7 +247,9 @@ void marks_flush(engine *engine, int64_t now); /* ENDs and RETRYs that wait */
 void marks_renew(engine *engine, int64_t now);
 void marks_timeouts(engine *engine, int64_t now);
 void marks_release(engine *engine, part *part,
-                   bool open);                    /* RETRY released: STARTed and covered by a commit; open ones too */
+                   bool open); /* RETRY released: STARTed and covered by a commit; open ones too */
+void marks_skip(engine *engine, part *part,
+                int64_t below);                   /* END: what has a START, is not handed out, and will not be */
 void marks_fail_all(engine *engine, int64_t now); /* the producer is gone: what was in flight failed */
 bool marks_settled(const engine *engine);         /* nothing waits and no END or RETRY is in flight */
 bool marks_awaited(uint8_t type, uint8_t cause);  /* does a flush wait for such markers */

@@ -99,6 +99,8 @@ static ErlNifFunc functions[] = {
     {"consumer_close", 2, nif_consumer_close, 0},
     {"consumer_kill", 1, nif_consumer_kill, 0},
     {"consumer_info", 1, nif_consumer_info, 0},
+    {"consumer_pause", 4, nif_consumer_pause, 0},
+    {"consumer_seek", 4, nif_consumer_seek, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_set_token", 4, nif_consumer_set_token, 0},
     {"consumer_test_fatal", 1, nif_consumer_test_fatal, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"publisher_open", 2, nif_publisher_open, ERL_NIF_DIRTY_JOB_IO_BOUND},

@@ -478,6 +478,19 @@ void marks_release(engine *e, part *p, bool open)
     }
 }
 
+void marks_skip(engine *e, part *p, int64_t below)
+{
+    int64_t cursor = INT64_MIN, now = engine_now();
+    for (;;) {
+        size_t n = 0;
+        enif_mutex_lock(p->lock);
+        int rc = kmq_ledger_unseen(&p->ledger, below, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
+        enif_mutex_unlock(p->lock);
+        if (rc || !n) return;
+        write_marks(e, p, KMQ_MARKER_END, e->ranges, n, 0, KMQ_END_DISCARDED, 0, NULL, 0, now);
+    }
+}
+
 /* ------------------------------------------------------------------ reports */
 /* The log's time when it took the record: by now the broker's clock is at least there. */
 static void note_time(part *p, int64_t timestamp_ms, int64_t now)

@@ -63,6 +63,7 @@ static part *new_part(engine *e, engine_topic *topic, int32_t partition, int64_t
                 .partition = partition,
                 .position = position,
                 .hot = true,
+                .paused = engine_is_paused(e, topic->name, partition),
                 .gate_offset = -1,
                 .gated = e->config.markers,
                 .committed = committed,

@@ -61,6 +61,7 @@ defmodule Kmq.Error do
     * `:queue_full` - the publisher's local queue had no room in the time given
     * `:delay_too_long` - a message would be due later than its topic keeps it
     * `:receipt` - a receipt is not one, or not signed with this secret
+    * `:not_assigned` - a partition is not assigned to this consumer just now
     * `:not_yet` - this version does not have it
     * `:tracker` - the tracker program does not run or refused; `:sandbox` - the same of the sandbox
     * `:kafka` - any other error of Kafka: see `:name` and `:code`

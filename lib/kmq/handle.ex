@@ -14,7 +14,7 @@ defmodule Kmq.Handle do
   use GenServer, restart: :temporary
 
   require Logger
-  alias Kmq.{Config, Error, Info, Receipt, Telemetry, Topics, Tracker}
+  alias Kmq.{Config, Control, Error, Info, Receipt, Telemetry, Topics, Tracker}
 
   @enforce_keys [:pid, :ref]
   defstruct [:pid, :ref]
@@ -253,6 +253,7 @@ defmodule Kmq.Handle do
           timer_at: nil,
           resolver: nil,
           resets: %{},
+          seeks: %{},
           flushers: [],
           closers: [],
           closing: false,
@@ -369,6 +370,12 @@ defmodule Kmq.Handle do
     end
   end
 
+  def handle_call({:seek, place, to}, from, state) do
+    config = state.config
+    monitor = run(fn -> Control.position(config, place, to) end, 0)
+    {:noreply, %{state | seeks: Map.put(state.seeks, monitor, {from, place})}}
+  end
+
   def handle_call({:close, timeout}, from, state) do
     {:noreply, close_begin(%{state | closers: [from | state.closers]}, timeout)}
   end
@@ -451,7 +458,7 @@ defmodule Kmq.Handle do
 
   def handle_info({:DOWN, monitor, :process, _pid, reason}, state) do
     case Map.pop(state.resets, monitor) do
-      {nil, _} -> {:noreply, state}
+      {nil, _} -> {:noreply, sought(state, Map.pop(state.seeks, monitor), reason)}
       {reset, resets} -> {:noreply, reset(%{state | resets: resets}, reset, reason)}
     end
   end
@@ -790,6 +797,42 @@ defmodule Kmq.Handle do
     look = fn -> find_position(state.config, topic, partition, position) end
     %{state | resets: Map.put(state.resets, run(look, 1_000), reset)}
   end
+
+  defp sought(state, {nil, _seeks}, _reason), do: state
+
+  defp sought(state, {{from, {topic, partition} = place}, seeks}, reason) do
+    state = %{state | seeks: seeks}
+
+    with {:resolved, {:ok, offset}} <- reason,
+         {:ok, before} <- :kmq_nif.consumer_seek(state.ref, topic, partition, offset) do
+      Logger.info(
+        "kmq: #{name(state)}: #{topic}-#{partition}: sought from #{before} to #{offset}"
+      )
+
+      telemetry([:offset_reset], %{from: before, to: offset}, state, %{
+        topic: topic,
+        partition: partition,
+        reason: :seek
+      })
+
+      GenServer.reply(from, :ok)
+      poll(state)
+    else
+      failed ->
+        GenServer.reply(from, {:error, seek_error(failed, place, state)})
+        state
+    end
+  end
+
+  defp seek_error({:resolved, {:error, %Error{} = error}}, _place, _state), do: error
+
+  defp seek_error({:error, :not_assigned}, place, state),
+    do: Control.not_assigned([place], state.key)
+
+  defp seek_error({:error, native}, _place, _state), do: Error.from_native(native, "seek")
+
+  defp seek_error(_crash, _place, _state),
+    do: Error.new(:kafka, "the place could not be looked up", retriable?: true)
 
   # ---- borrower
 

@@ -1,0 +1,155 @@
+defmodule Kmq.Control do
+  @moduledoc false
+  # Pause, resume and seek, of consumers and pipelines: whose partition it is, and where a place is. See guides/control.md.
+
+  alias Kmq.{Error, Handle, Info}
+
+  @ask_ms 10_000
+  # The three questions of position/4, and a bit.
+  @seek_ms 35_000
+
+  @type partition :: {topic :: String.t(), partition :: non_neg_integer}
+  @type place :: non_neg_integer | :beginning | :end | {:timestamp, integer} | DateTime.t()
+
+  @spec pause(term, partition | [partition] | :all, boolean) :: :ok | {:error, Error.t()}
+  def pause(server, partitions, pause?) do
+    assigned = assigned(server)
+
+    wanted =
+      if partitions == :all,
+        do: Map.keys(assigned),
+        else: Enum.map(listed(partitions), &partition!/1)
+
+    case Enum.reject(wanted, &Map.has_key?(assigned, &1)) do
+      missing when missing == [] or not pause? ->
+        wanted |> Enum.reject(&paused(&1, assigned, server, pause?)) |> result(server)
+
+      missing ->
+        result(missing, server)
+    end
+  end
+
+  # What is assigned here; a pause of what is away just now can be ended all the same, by whichever member remembers it.
+  defp paused({topic, partition} = place, assigned, server, pause?) do
+    handles = if handle = assigned[place], do: [handle], else: handles(server)
+
+    handles
+    |> Enum.map(&:kmq_nif.consumer_pause(&1.ref, topic, partition, pause?))
+    |> Enum.member?(:ok)
+  end
+
+  @spec seek(term, partition, place) :: :ok | {:error, Error.t()}
+  def seek(server, place, to) do
+    place = partition!(place)
+    to = place!(to)
+
+    case assigned(server) do
+      %{^place => handle} -> GenServer.call(handle.pid, {:seek, place, to}, @seek_ms)
+      _ -> result([place], server)
+    end
+  catch
+    :exit, {:timeout, _} -> {:error, Error.new(:timeout, "no answer in time", retriable?: true)}
+    :exit, _ -> {:error, Error.new(:closed, "the consumer is closed")}
+  end
+
+  defp result([], _server), do: :ok
+  defp result(missing, server), do: {:error, not_assigned(missing, server)}
+
+  @doc "The error of a partition that is not here (any more)."
+  @spec not_assigned([partition], term) :: Error.t()
+  def not_assigned(missing, server) do
+    names = Enum.map_join(missing, ", ", fn {topic, partition} -> "#{topic}-#{partition}" end)
+
+    Error.new(:not_assigned, "#{names}: not assigned to #{inspect(server)} just now",
+      retriable?: true
+    )
+  end
+
+  defp listed(partitions) when is_list(partitions), do: partitions
+  defp listed(partition), do: [partition]
+
+  defp partition!({topic, partition} = place)
+       when is_binary(topic) and is_integer(partition) and partition >= 0,
+       do: place
+
+  defp partition!(other),
+    do: raise(ArgumentError, "expected {topic, partition}, got: #{inspect(other)}")
+
+  defp place!(%DateTime{} = time), do: {:timestamp, DateTime.to_unix(time, :millisecond)}
+  defp place!({:timestamp, ms} = place) when is_integer(ms) and ms >= 0, do: place
+  defp place!(place) when place in [:beginning, :end], do: place
+  defp place!(offset) when is_integer(offset) and offset >= 0, do: offset
+
+  defp place!(other) do
+    raise ArgumentError,
+          "expected an offset, :beginning, :end, {:timestamp, ms} or a DateTime, got: #{inspect(other)}"
+  end
+
+  # %{{topic, partition} => handle}
+  defp assigned(server) do
+    for handle <- handles(server),
+        %{state: :assigned} = p <- Handle.info(handle).partitions,
+        into: %{},
+        do: {{p.topic, p.partition}, handle}
+  end
+
+  defp handles(server) do
+    case Info.find(server) do
+      {kind, _name, _group, keys} when kind in [:consumer, :pipeline] ->
+        for {_index, key} <- keys,
+            {pid, ref} <- Registry.lookup(Kmq.Registry, {:native, key}),
+            do: %Handle{pid: pid, ref: ref}
+
+      _other ->
+        raise ArgumentError, "expected a consumer or a pipeline's name, got: #{inspect(server)}"
+    end
+  end
+
+  # ---- in a process of its own: it asks the cluster
+
+  @doc "The offset of a place."
+  @spec position(Kmq.Config.t(), partition, place) :: {:ok, non_neg_integer} | {:error, Error.t()}
+  def position(config, {topic, partition}, to) do
+    with {:ok, admin} <- native(:kmq_nif.admin_open(config.admin_props)) do
+      try do
+        with {:ok, {low, high}} <-
+               native(:kmq_nif.admin_watermarks(admin, topic, partition, @ask_ms)),
+             {:ok, offset} <- offset(to, admin, topic, partition, low, high) do
+          if offset in low..high, do: {:ok, offset}, else: out_of_range(offset, low, high)
+        end
+      after
+        :kmq_nif.admin_close(admin)
+      end
+    end
+  end
+
+  defp offset(:beginning, _admin, _topic, _partition, low, _high), do: {:ok, low}
+  defp offset(:end, _admin, _topic, _partition, _low, high), do: {:ok, high}
+
+  defp offset({:timestamp, ms}, admin, topic, partition, _low, high) do
+    with {:ok, cluster} <- native(:kmq_nif.admin_cluster_id(admin, @ask_ms)),
+         :ok <- real(cluster),
+         {:ok, offset} <-
+           native(:kmq_nif.admin_offset_for_time(admin, topic, partition, ms, @ask_ms)) do
+      {:ok, if(offset >= 0, do: offset, else: high)}
+    end
+  end
+
+  defp offset(offset, _admin, _topic, _partition, _low, _high), do: {:ok, offset}
+
+  defp real("mockCluster" <> _),
+    do: {:error, Error.new(:unsupported_feature, "a sandbox does not know where a time is")}
+
+  defp real(_cluster), do: :ok
+
+  defp out_of_range(offset, low, high) do
+    {:error,
+     Error.new(
+       :offset_out_of_range,
+       "offset #{offset} is not there: the partition has #{low} to #{high}"
+     )}
+  end
+
+  defp native({:error, error}), do: {:error, Error.from_native(error, "seek")}
+  defp native(ok), do: ok
+end
