@@ -135,10 +135,14 @@ defmodule Kmq.Inspect do
 
   # ---- the fold over markers: guides/format.md
 
-  defp book(config, topic) do
+  @doc false
+  # ended: %{offset => cause} of all that ended, for those who ask for it; else nil, it grows with every message.
+  @spec book(Config.t(), String.t(), map | nil) :: map
+  def book(config, topic, ended \\ nil) do
     # touched: opened or ended since the place where reading began, so that an older state in a CHECKPOINT is of no interest
     %{
       open: %{},
+      ended: ended,
       touched: MapSet.new(),
       now: 0,
       crc: :erlang.crc32([topic, 0, config.group_id]),
@@ -156,7 +160,7 @@ defmodule Kmq.Inspect do
         range(type, body, book)
 
       {<<_::32, offset::64>>, <<0>>} ->
-        close([offset], book)
+        close([offset], 0, book)
 
       {<<_::32, offset::64>>, <<1, ms::64, _::binary>>} ->
         if List.keyfind(headers, "kmq-group", 0, {nil, book.group}) |> elem(1) == book.group,
@@ -187,8 +191,8 @@ defmodule Kmq.Inspect do
   end
 
   defp range(2, body, book) do
-    {offsets, _cause} = set(body)
-    close(offsets, book)
+    {offsets, <<cause, _::binary>>} = set(body)
+    close(offsets, cause, book)
   end
 
   defp range(3, body, book) do
@@ -234,10 +238,23 @@ defmodule Kmq.Inspect do
 
   defp open(offsets, book, due, kind) do
     lease = %{due: due, kind: kind, since: book.now}
-    %{touch(offsets, book) | open: Enum.reduce(offsets, book.open, &Map.put(&2, &1, lease))}
+    ended = book.ended && Map.drop(book.ended, offsets)
+
+    %{
+      touch(offsets, book)
+      | open: Enum.reduce(offsets, book.open, &Map.put(&2, &1, lease)),
+        ended: ended
+    }
   end
 
-  defp close(offsets, book), do: %{touch(offsets, book) | open: Map.drop(book.open, offsets)}
+  defp close(offsets, cause, book) do
+    # An END of what is not open does nothing.
+    ended =
+      if book.ended,
+        do: for(o <- offsets, is_map_key(book.open, o), into: book.ended, do: {o, cause})
+
+    %{touch(offsets, book) | open: Map.drop(book.open, offsets), ended: ended}
+  end
 
   defp touch(offsets, book),
     do: %{book | touched: Enum.reduce(offsets, book.touched, &MapSet.put(&2, &1))}

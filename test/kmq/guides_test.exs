@@ -3,6 +3,7 @@ defmodule Kmq.GuidesTest do
   use ExUnit.Case
 
   import Kmq.Test.Eventually
+  alias Kmq.Test.Outside
 
   @moduletag :capture_log
   @moduletag timeout: 120_000
@@ -11,16 +12,63 @@ defmodule Kmq.GuidesTest do
 
   for page <- pages, File.read!(page) =~ ~r/^iex> /m do
     @external_resource page
+    @tag page: page
     test page do
       Process.flag(:trap_exit, true)
 
       unquote(page)
       |> File.read!()
       |> sessions()
-      |> Enum.each(fn examples -> Enum.reduce(examples, [], &run(unquote(page), &1, &2)) end)
+      |> Enum.each(fn examples ->
+        env = Code.env_for_eval(file: unquote(page))
+        Enum.reduce(examples, {[], env}, &run(&1, &2))
+      end)
 
       stop_linked()
       eventually(fn -> assert Enum.all?(:kmq_nif.live(), fn {_, n} -> n == 0 end) end, 20_000)
+    end
+  end
+
+  for page <- pages do
+    @tag page: page
+    test "#{page}: blocks without a prompt are Elixir", %{page: page} do
+      for {block, line} <- blocks(page), not (block =~ ~r/^iex> /m) do
+        quoted = Code.string_to_quoted!(block, file: page, line: line)
+        compilable? = block =~ ~r/\A(#.*\n)*defmodule / and not (block =~ "use ExUnit.Case")
+        if compilable? and broadway_if_needed?(block), do: compile(quoted, page)
+      end
+    end
+  end
+
+  # A whole test file in a page is run as one, in a VM of its own.
+  for page <- pages, File.read!(page) =~ "use ExUnit.Case" do
+    @external_resource page
+    if File.read!(page) =~ "use Broadway", do: @tag(:broadway)
+    @tag page: page
+    test "#{page}: its tests pass", %{page: page} do
+      for {block, _line} <- blocks(page), block =~ "use ExUnit.Case" do
+        {output, status} = Outside.run_tests(block)
+        assert {output, status} == {output, 0}
+        assert output =~ ~r/[1-9]\d* tests?, 0 failures/
+      end
+    end
+  end
+
+  defp broadway_if_needed?(block), do: not (block =~ "Broadway") or Code.ensure_loaded?(Broadway)
+
+  defp compile(quoted, page) do
+    for {module, _} <- Code.compile_quoted(quoted, page) do
+      :code.purge(module)
+      :code.delete(module)
+    end
+  end
+
+  defp blocks(page) do
+    text = File.read!(page)
+
+    for [{_, _}, {at, length}] <- Regex.scan(~r/^```elixir\n(.*?)^```/ms, text, return: :index) do
+      line = text |> binary_part(0, at) |> String.split("\n") |> length()
+      {binary_part(text, at, length), line}
     end
   end
 
@@ -46,15 +94,16 @@ defmodule Kmq.GuidesTest do
 
   defp examples([_ | rest], acc), do: examples(rest, acc)
 
-  defp run(page, {code, expected}, binding) do
-    {value, binding} = Code.eval_string(code, binding, file: page)
+  defp run({code, expected}, {binding, env}) do
+    {value, binding, env} =
+      code |> Code.string_to_quoted!() |> Code.eval_quoted_with_env(binding, env)
 
     if expected != "" do
-      {wanted, _} = Code.eval_string(expected, binding, file: page)
+      {wanted, _} = Code.eval_string(expected, binding, env)
       assert {code, value} == {code, wanted}
     end
 
-    binding
+    {binding, env}
   end
 
   # What a session has started and not stopped: consumers first, the sandbox last.

@@ -1,0 +1,121 @@
+defmodule Kmq.TestingTest do
+  # What users' own tests are given. The group of a queue forms once, for the module: 3 s with librdkafka 2.0.2.
+  use ExUnit.Case, async: true
+
+  import Kmq.Testing
+  alias Kmq.{Consumer, StageHost}
+  alias Kmq.Testing.TimeoutError
+
+  @moduletag :capture_log
+  @moduletag timeout: 120_000
+
+  setup_all do
+    Application.put_env(:kmq, :testing_scale, Kmq.Test.Eventually.scale())
+    queue = start_queue!(partitions: 2, max_redeliveries: 2, on_failure: :retry)
+    producer = {OffBroadway.Kmq.Producer, options(queue)}
+
+    start_supervised!(%{
+      id: :pipeline,
+      start: {StageHost, :start_link, [[producer: producer, handler: &handle/1, max_demand: 1]]},
+      shutdown: 10_000
+    })
+
+    await_ready(queue)
+    %{queue: queue}
+  end
+
+  defp handle(%{data: data, metadata: %{attempt: attempt}} = message) do
+    case {data, attempt} do
+      {"bad", _} -> failed(message, "always")
+      {"twice", attempt} when attempt < 3 -> failed(message, "not yet")
+      {"reject", _} -> failed(message, {:reject, "no customer"})
+      {"discard", _} -> failed(message, {:discard, "not worth it"})
+      {"later", 1} -> failed(message, {:retry, 60_000})
+      _ -> message
+    end
+  end
+
+  defp failed(message, reason), do: %{message | status: {:failed, reason}}
+
+  test "acked: one, many, in any partition", %{queue: queue} do
+    one = publish(queue, "flour")
+    assert await_acked(queue, one) == :ok
+    many = publish(queue, for(i <- 1..50, do: {"#{i}", partition: rem(i, 2)}))
+    assert await_acked(queue, many) == :ok
+    assert status(queue, [one | many]) == List.duplicate(:acked, 51)
+  end
+
+  test "every end has its name, in the order of the refs", %{queue: queue} do
+    refs = publish(queue, ~w(flour reject discard twice bad))
+
+    assert [:acked, {:dead_lettered, rejected}, :discarded, :acked, {:dead_lettered, bad}] =
+             await_settled(queue, refs)
+
+    assert %{value: "reject", cause: "rejected", error: "no customer", attempts: 1} = rejected
+    assert %{value: "bad", cause: "failed", error: "always", attempts: 3} = bad
+  end
+
+  test "redelivered n times, dead-lettered", %{queue: queue} do
+    twice = publish(queue, "twice", key: "k")
+    assert await_redelivered(queue, twice) |> hd() == "failed"
+    assert await_redelivered(queue, twice, 2) == ["failed", "failed"]
+    assert await_acked(queue, twice) == :ok
+    bad = publish(queue, "bad")
+    assert %{cause: "failed", value: "bad"} = await_dead_lettered(queue, bad)
+
+    assert [%{value: "bad"}, %{value: "reject"}] =
+             await_dead_lettered(queue, [bad, publish(queue, "reject")])
+  end
+
+  test "what cannot come any more raises at once, what does not come in time says where it is", %{
+    queue: queue
+  } do
+    reject = publish(queue, "reject")
+    assert {:dead_lettered, _} = await_settled(queue, reject)
+
+    error = assert_raise TimeoutError, fn -> await_acked(queue, reject, timeout: 600_000) end
+
+    assert error.message =~
+             ~r/1 of 1 messages of queue-.* are not acked:\n  \{[01], \d+\}: a dead letter, cause rejected/
+
+    flour = publish(queue, "flour")
+    assert await_acked(queue, flour) == :ok
+
+    assert_raise TimeoutError, ~r/was redelivered 0 times, not 1; it is acked/, fn ->
+      await_redelivered(queue, flour, 1, timeout: 600_000)
+    end
+
+    assert_raise TimeoutError, ~r/not dead-lettered:\n.*: acked/, fn ->
+      await_dead_lettered(queue, flour, timeout: 600_000)
+    end
+
+    later = publish(queue, "later")
+    error = assert_raise TimeoutError, fn -> await_settled(queue, later, timeout: 300) end
+    assert error.message =~ "open: in work, waiting for its next attempt, or delayed"
+    assert status(queue, later) == :open
+  end
+
+  test "a queue of its own, with faults", %{queue: shared} do
+    assert_raise ArgumentError, ~r/sandbox: :own/, fn -> inject(shared, {:rtt, 1, 10}) end
+
+    queue = start_queue!(sandbox: :own)
+    refute queue.hosts == shared.hosts
+    first = publish(queue, "flour")
+    assert status(queue, first) == :waiting
+
+    assert_raise TimeoutError, ~r/not handed out yet/, fn ->
+      await_settled(queue, first, timeout: 50)
+    end
+
+    consumer = start_supervised!({Consumer, options(queue, max_processing_time: 500)})
+    assert [%{value: "flour"}] = Consumer.pull(consumer, wait: 60_000)
+    await_ready(queue)
+    # It is not settled in time, so it comes again; meanwhile the brokers are slow.
+    inject(queue, {:rtt, 1, 50})
+    assert [%{attempt: 2} = again] = Consumer.pull(consumer, wait: 60_000)
+    inject(queue, {:rtt, 1, 0})
+    assert ["timeout" | _] = await_redelivered(queue, first)
+    assert Kmq.ack(again) == :ok
+    assert await_acked(queue, first) == :ok
+  end
+end
