@@ -7,7 +7,7 @@
 -module(kmq_nif).
 
 -export([version/0, live/0, backoff/3]).
--export([consumer_open/3, consumer_subscribe/1, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_settle/3,
+-export([consumer_open/3, consumer_subscribe/1, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_take/3, consumer_lanes/2, consumer_settle/3,
          consumer_retry/5, consumer_extend/3, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
          consumer_close/2, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/4, consumer_test_fatal/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
@@ -65,6 +65,12 @@ consumer_attach(_Ref, _Pid) -> erlang:nif_error(not_loaded).
 consumer_poll(_Ref) -> erlang:nif_error(not_loaded).
 -spec consumer_take(ref(), non_neg_integer()) -> {[{integer(), binary(), integer(), [tuple()]}], More :: boolean()} | failure().
 consumer_take(_Ref, _Max) -> erlang:nif_error(not_loaded).
+-spec consumer_take(ref(), non_neg_integer(), {partition | key, [integer()]}) ->
+          {[{integer(), binary(), integer(), [tuple()], Lane :: integer()}], More :: boolean(),
+           Unknown :: [{integer(), binary(), integer()}]} | failure().
+consumer_take(_Ref, _Max, _Lanes) -> erlang:nif_error(not_loaded).
+-spec consumer_lanes(ref(), [{Slot :: integer(), Lane :: integer()}]) -> ok | failure().
+consumer_lanes(_Ref, _Lanes) -> erlang:nif_error(not_loaded).
 -spec consumer_settle(ref(), 0..5, [token()]) -> ok | refused().
 consumer_settle(_Ref, _Cause, _Tokens) -> erlang:nif_error(not_loaded).
 -spec consumer_retry(ref(), [{integer(), integer(), non_neg_integer()}], 0..4, 0..3, binary()) -> ok | refused().

@@ -226,6 +226,10 @@ KMQ_NIF(nif_consumer_attach)
     engine *e = c->engine;
     ErlNifMonitor monitor;
     bool dead = !none && enif_monitor_process(env, c, &pid, &monitor) != 0;
+    enif_mutex_lock(e->lock); /* a new borrower has lanes of its own */
+    for (int32_t i = e->first_slot; i < e->n_slots; i++)
+        if (e->slots[i]) e->slots[i]->lane = LANE_UNKNOWN, e->slots[i]->blocked = false;
+    enif_mutex_unlock(e->lock);
     enif_mutex_lock(e->wake_lock);
     e->borrower_set = !none && !dead;
     if (e->borrower_set) e->borrower = pid;
@@ -246,22 +250,73 @@ KMQ_NIF(nif_consumer_poll)
     return enif_make_tuple2(env, events, enif_make_int64(env, next_ms));
 }
 
-KMQ_NIF(nif_consumer_take)
+static bool get_rooms(ErlNifEnv *env, ERL_NIF_TERM list, lanes *l)
 {
-    (void)argc;
-    ErlNifSInt64 max;
-    if (!enif_get_int64(env, argv[1], &max)) return enif_make_badarg(env);
+    unsigned length;
+    ERL_NIF_TERM head;
+    if (!enif_get_list_length(env, list, &length) || !length || length > LANES_MAX) return false;
+    l->n = length;
+    l->room = enif_alloc(length * sizeof *l->room);
+    if (!l->room) return false;
+    for (size_t i = 0; enif_get_list_cell(env, list, &head, &list); i++) {
+        ErlNifSInt64 room;
+        if (!enif_get_int64(env, head, &room)) return false;
+        l->room[i] = room;
+    }
+    return true;
+}
+
+static ERL_NIF_TERM take(ErlNifEnv *env, const ERL_NIF_TERM argv[], int64_t max, lanes *l)
+{
     ENGINE_OR_RETURN(e)
     enif_mutex_lock(e->wake_lock);
     e->ready_sent = false;
     enif_mutex_unlock(e->wake_lock);
     bool more;
+    ERL_NIF_TERM unknown;
     ErlNifTime start = enif_monotonic_time(ERL_NIF_USEC);
-    ERL_NIF_TERM batches = pump_take(e, env, max, engine_now(), &more);
+    ERL_NIF_TERM batches = pump_take_lanes(e, env, max, l, engine_now(), &more, &unknown);
     enif_mutex_unlock(e->lock);
     ErlNifTime took = enif_monotonic_time(ERL_NIF_USEC) - start;
     enif_consume_timeslice(env, took >= 1000 ? 100 : took < 10 ? 1 : (int)(took / 10));
-    return enif_make_tuple2(env, batches, more ? atoms.true_ : atoms.false_);
+    ERL_NIF_TERM again = more ? atoms.true_ : atoms.false_;
+    return l ? enif_make_tuple3(env, batches, again, unknown) : enif_make_tuple2(env, batches, again);
+}
+
+/* take(Ref, Max), or take(Ref, Max, {partition | key, [Room]}) within the room of each lane. */
+KMQ_NIF(nif_consumer_take)
+{
+    ErlNifSInt64 max;
+    if (!enif_get_int64(env, argv[1], &max)) return enif_make_badarg(env);
+    if (argc == 2) return take(env, argv, max, NULL);
+    const ERL_NIF_TERM *t;
+    int arity;
+    if (!enif_get_tuple(env, argv[2], &arity, &t) || arity != 2) return enif_make_badarg(env);
+    lanes l = {.mode = enif_compare(t[0], atoms.key) == 0 ? LANES_KEY : LANES_PARTITION};
+    ERL_NIF_TERM result = get_rooms(env, t[1], &l) ? take(env, argv, max, &l) : enif_make_badarg(env);
+    enif_free(l.room);
+    return result;
+}
+
+/* lanes(Ref, [{Slot, Lane}]): where a partition's messages go from now on. */
+KMQ_NIF(nif_consumer_lanes)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    ERL_NIF_TERM head, tail = argv[1], result = atoms.ok;
+    const ERL_NIF_TERM *t;
+    int arity, slot, lane;
+    while (enif_get_list_cell(env, tail, &head, &tail)) {
+        if (!enif_get_tuple(env, head, &arity, &t) || arity != 2 || !enif_get_int(env, t[0], &slot) ||
+            !enif_get_int(env, t[1], &lane)) {
+            result = enif_make_badarg(env);
+            break;
+        }
+        part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
+        if (p) p->lane = lane;
+    }
+    enif_mutex_unlock(e->lock);
+    return result;
 }
 
 static bool get_partition(ErlNifEnv *env, ERL_NIF_TERM term, kafka_partition *out, bool *has_commit)

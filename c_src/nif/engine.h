@@ -14,7 +14,8 @@
  * below the committed offset the next time, and the tracker counts it.
  *
  * Files: engine.c (life, poll, timers, commits), rebalance.c (what is assigned), pump.c (fetch, START, hand-out), marks.c (records to the marker
- * topic and their reports), isolate.c (what crashed before, beside all engines of the VM), control.c (pause, seek).
+ * topic and their reports), isolate.c (what crashed before, beside all engines of the VM), control.c (pause, seek), lanes.c (where an
+ * order is kept).
  *
  * Locks, in this order: engine.lock -> slots_lock -> part.lock; engine.lock -> isolate.c's -> wake_lock; wake_lock is a leaf and is also taken in librdkafka's callbacks (which
  * hold a queue lock), so nobody calls librdkafka with it. No librdkafka call under a part.lock.
@@ -27,6 +28,7 @@
 #include "filter.h"
 #include "isolate.h"
 #include "kmq.h"
+#include "lanes.h"
 #include "ledger.h"
 #include "marker.h"
 #include "kafka.h"
@@ -91,6 +93,8 @@ struct part {
     bool hot;           /* its queue may hold more */
     bool broken;        /* waits for a new position (out of range) */
     bool paused;        /* asked for: neither fetched nor handed out */
+    int32_t lane;       /* the processor that keeps its order, or LANE_UNKNOWN */
+    bool blocked;       /* its next message waits for room in its lane */
     bool lame;          /* no memory on the way: begins again at the first offset not handed out */
     int64_t position;   /* next offset expected from the queue */
     store store;
@@ -239,6 +243,10 @@ void engine_paused_free(engine *engine);
 void pump(engine *engine, int64_t want, int64_t now);
 /* Hands out up to max messages: [{Slot, Topic, Partition, [Message]}], *more: there is more that the time slice cut off. */
 ERL_NIF_TERM pump_take(engine *engine, ErlNifEnv *env, int64_t max, int64_t now, bool *more);
+/* The same within the room of each lane, as [{Slot, Topic, Partition, [Message], Lane}]. *unknown: [{Slot, Topic, Partition}] that have
+ * messages and no lane yet. */
+ERL_NIF_TERM pump_take_lanes(engine *engine, ErlNifEnv *env, int64_t max, lanes *l, int64_t now, bool *more,
+                             ERL_NIF_TERM *unknown);
 
 /* -- marks.c */
 void marks_reports(engine *engine, int64_t now);

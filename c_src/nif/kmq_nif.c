@@ -88,6 +88,8 @@ static ErlNifFunc functions[] = {
     {"consumer_attach", 2, nif_consumer_attach, 0},
     {"consumer_poll", 1, nif_consumer_poll, 0},
     {"consumer_take", 2, nif_consumer_take, 0},
+    {"consumer_take", 3, nif_consumer_take, 0},
+    {"consumer_lanes", 2, nif_consumer_lanes, 0},
     {"consumer_settle", 3, nif_consumer_settle, 0},
     {"consumer_retry", 5, nif_consumer_retry, 0},
     {"consumer_extend", 3, nif_consumer_extend, 0},

@@ -251,14 +251,15 @@ static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
     return kept;
 }
 
-/* What is fetched and not handed out. A partition that stands at max_in_flight, or is paused, takes no room from the others. */
+/* What is fetched and not handed out. A partition that stands at max_in_flight, is paused or waits for its lane takes no room from the
+ * others. */
 static void stored(const engine *e, int64_t *count, size_t *bytes)
 {
     *count = 0;
     *bytes = 0;
     for (size_t i = 0; i < e->n_active; i++) {
         const part *p = e->active[i];
-        if (p->full || p->paused) continue;
+        if (p->full || p->paused || p->blocked) continue;
         *count += (int64_t)p->store.count + kmq_ledger_parking(&p->ledger);
         *bytes += p->store.bytes;
     }
@@ -285,8 +286,8 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         e->cursor = (e->cursor + 1) % e->n_active;
         size_t got = 0, before = p->store.bytes;
         int64_t position = p->position;
-        while (p->hot && !p->broken && !p->lame && !p->full && !p->paused && got < QUANTUM && (int64_t)got < room &&
-               (int64_t)bytes < e->config.store_bytes) {
+        while (p->hot && !p->broken && !p->lame && !p->full && !p->paused && !p->blocked && got < QUANTUM &&
+               (int64_t)got < room && (int64_t)bytes < e->config.store_bytes) {
             size_t left = (size_t)(room - (int64_t)got);
             got += fetch_some(e, p, left < QUANTUM - got ? left : QUANTUM - got, now);
             if (slice_over(start)) break;
@@ -348,16 +349,23 @@ static bool expire(engine *e, part *p, int64_t now)
     return true;
 }
 
-static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, int64_t now, ErlNifTime start, bool *cut,
-                             ERL_NIF_TERM *list)
+/* One hand-out, through all its partitions. */
+typedef struct handing {
+    int64_t now;
+    ErlNifTime start;
+    lanes *lanes; /* NULL: no order is kept */
+    bool cut;     /* by the time slice */
+    ERL_NIF_TERM batches, unknown;
+} handing;
+
+static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, handing *h, ERL_NIF_TERM *list)
 {
     int64_t got = 0;
     size_t bytes = 0;
-    int64_t broker_now = part_now(p, now);
-    *cut = false;
+    int64_t broker_now = part_now(p, h->now);
     while (got < max) {
         int64_t most = max - got;
-        if (e->config.markers && (p->store.crashed || isolate_busy())) most = isolate_most(e, p, most, now);
+        if (e->config.markers && (p->store.crashed || isolate_busy())) most = isolate_most(e, p, most, h->now);
         enif_mutex_lock(p->lock);
         int64_t ready = kmq_ledger_ready(&p->ledger),
                 free_slots = e->config.max_in_flight - kmq_ledger_open(&p->ledger);
@@ -368,68 +376,117 @@ static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, in
         if (n > (int64_t)p->store.count) n = (int64_t)p->store.count;
         if (n > 0 && p->gated) {
             enif_mutex_unlock(p->lock);
-            ask_gate(e, p, ready < most ? ready : most, now);
+            ask_gate(e, p, ready < most ? ready : most, h->now);
             return got;
         }
-        if (n > 0 && kmq_ledger_hand_out(&p->ledger, n, now)) n = 0;
+        if (n > 0 && kmq_ledger_hand_out(&p->ledger, n, h->now)) n = 0;
         enif_mutex_unlock(p->lock);
         if (n <= 0) break;
         for (int64_t i = 0; i < n; i++) {
-            if (store_first_expires(&p->store) <= broker_now && expire(e, p, now)) continue;
+            if (store_first_expires(&p->store) <= broker_now && expire(e, p, h->now)) continue;
             *list = enif_make_list_cell(env, store_take(&p->store, env, &bytes), *list);
             got++;
         }
-        if (slice_over(start)) {
-            *cut = true;
-            break;
-        }
+        h->cut = slice_over(h->start);
+        if (h->cut || h->lanes) break; /* the next message may be another lane's */
     }
     p->handed_out += (uint64_t)got;
     return got;
 }
 
-static ERL_NIF_TERM hand_out(engine *e, ErlNifEnv *env, int64_t max, int64_t now, ErlNifTime start, int64_t *got_out,
-                             bool *cut)
+/* Where a partition's next messages go, and how many of them may: all of its lane's, with keys one by one. LANE_UNKNOWN: none now. */
+static int32_t next_lane(part *p, lanes *l, int64_t *most)
 {
-    ERL_NIF_TERM batches = enif_make_list(env, 0);
+    int32_t lane = p->lane;
+    if (l->mode == LANES_KEY) {
+        size_t len;
+        const void *key = store_first_key(&p->store, &len);
+        lane = lanes_of_key(l, p->topic->name, key, len);
+        if (*most > 1) *most = 1;
+    }
+    if (*most > l->room[lane]) *most = l->room[lane];
+    p->blocked = *most <= 0;
+    return p->blocked ? LANE_UNKNOWN : lane;
+}
+
+static int64_t hand_out_lanes(engine *e, part *p, ErlNifEnv *env, int64_t max, handing *h)
+{
     int64_t got = 0;
-    *cut = false;
-    for (size_t i = 0; i < e->n_active && got < max && !*cut; i++) {
+    ERL_NIF_TERM slot = enif_make_int(env, p->slot), topic = term_text(env, p->topic->name),
+                 partition = enif_make_int(env, p->partition);
+    if (h->lanes->mode == LANES_PARTITION && (p->lane < 0 || (size_t)p->lane >= h->lanes->n)) {
+        h->unknown = enif_make_list_cell(env, enif_make_tuple3(env, slot, topic, partition), h->unknown);
+        return 0;
+    }
+    while (got < max && p->store.count && !h->cut) {
+        size_t before = p->store.count;
+        int64_t most = max - got;
+        int32_t lane = next_lane(p, h->lanes, &most);
+        if (lane == LANE_UNKNOWN) break;
+        ERL_NIF_TERM list = enif_make_list(env, 0);
+        int64_t n = hand_out_some(e, p, env, most, h, &list);
+        h->lanes->room[lane] -= n;
+        got += n;
+        if (n) {
+            enif_make_reverse_list(env, list, &list);
+            ERL_NIF_TERM batch = enif_make_tuple5(env, slot, topic, partition, list, enif_make_int(env, lane));
+            h->batches = enif_make_list_cell(env, batch, h->batches);
+        }
+        if (p->store.count == before) break;
+    }
+    return got;
+}
+
+static int64_t hand_out_all(engine *e, part *p, ErlNifEnv *env, int64_t max, handing *h)
+{
+    ERL_NIF_TERM list = enif_make_list(env, 0);
+    int64_t n = hand_out_some(e, p, env, max, h, &list);
+    if (!n) return 0;
+    enif_make_reverse_list(env, list, &list);
+    ERL_NIF_TERM batch = enif_make_tuple4(env, enif_make_int(env, p->slot), term_text(env, p->topic->name),
+                                          enif_make_int(env, p->partition), list);
+    h->batches = enif_make_list_cell(env, batch, h->batches);
+    return n;
+}
+
+static int64_t hand_out(engine *e, ErlNifEnv *env, int64_t max, handing *h)
+{
+    int64_t got = 0;
+    for (size_t i = 0; i < e->n_active && got < max && !h->cut; i++) {
         part *p = e->active[(e->cursor + i) % e->n_active];
         if (!p->store.count || p->paused) continue;
-        ERL_NIF_TERM list = enif_make_list(env, 0);
-        int64_t n = hand_out_some(e, p, env, max - got, now, start, cut, &list);
-        if (!n) continue;
-        enif_make_reverse_list(env, list, &list);
-        got += n;
-        ERL_NIF_TERM batch = enif_make_tuple4(env, enif_make_int(env, p->slot), term_text(env, p->topic->name),
-                                              enif_make_int(env, p->partition), list);
-        batches = enif_make_list_cell(env, batch, batches);
+        got += h->lanes ? hand_out_lanes(e, p, env, max - got, h) : hand_out_all(e, p, env, max - got, h);
     }
-    *got_out = got;
     if (got) {
         e->handed_total += (uint64_t)got;
-        e->handed_at = now;
-        engine_want_commit(e, now);
+        e->handed_at = h->now;
+        engine_want_commit(e, h->now);
     }
-    if (e->commit_due <= now) engine_send_commit(e, now);
-    return batches;
+    if (e->commit_due <= h->now) engine_send_commit(e, h->now);
+    return got;
 }
 
 /* First what is ready, then its successors: their STARTs are under way while the caller works on what it got. Without markers
  * nothing is ready before it is fetched. */
-ERL_NIF_TERM pump_take(engine *e, ErlNifEnv *env, int64_t max, int64_t now, bool *more)
+ERL_NIF_TERM pump_take_lanes(engine *e, ErlNifEnv *env, int64_t max, lanes *l, int64_t now, bool *more,
+                             ERL_NIF_TERM *unknown)
 {
-    ErlNifTime start = enif_monotonic_time(ERL_NIF_USEC);
+    handing h = {.now = now, .start = enif_monotonic_time(ERL_NIF_USEC), .lanes = l};
+    h.batches = h.unknown = *unknown = enif_make_list(env, 0);
     *more = false;
     marks_reports(e, now);
-    if (!may_fetch(e) || max <= 0) return enif_make_list(env, 0);
-    if (!e->config.markers) fetch(e, max, now, start);
+    if (!may_fetch(e) || max <= 0) return h.batches;
+    if (!e->config.markers) fetch(e, max, now, h.start);
     isolate_turn(e, false, now);
-    bool cut;
-    int64_t got;
-    ERL_NIF_TERM batches = hand_out(e, env, max, now, start, &got, &cut);
-    if (!cut && e->config.markers) fetch(e, max - got, now, start);
-    *more = cut || slice_over(start);
-    return batches;
+    int64_t got = hand_out(e, env, max, &h);
+    if (!h.cut && e->config.markers) fetch(e, max - got, now, h.start);
+    *more = h.cut || slice_over(h.start);
+    *unknown = h.unknown;
+    return h.batches;
+}
+
+ERL_NIF_TERM pump_take(engine *e, ErlNifEnv *env, int64_t max, int64_t now, bool *more)
+{
+    ERL_NIF_TERM unknown;
+    return pump_take_lanes(e, env, max, NULL, now, more, &unknown);
 }

@@ -62,6 +62,7 @@ static part *new_part(engine *e, engine_topic *topic, int32_t partition, int64_t
     *p = (part){.topic = topic,
                 .partition = partition,
                 .position = position,
+                .lane = LANE_UNKNOWN,
                 .hot = true,
                 .paused = engine_is_paused(e, topic->name, partition),
                 .gate_offset = -1,

@@ -27,6 +27,7 @@ KMQ_NIF(nif_consumer_subscribe);
 KMQ_NIF(nif_consumer_attach);
 KMQ_NIF(nif_consumer_poll);
 KMQ_NIF(nif_consumer_take);
+KMQ_NIF(nif_consumer_lanes);
 KMQ_NIF(nif_consumer_settle);
 KMQ_NIF(nif_consumer_retry);
 KMQ_NIF(nif_consumer_extend);

@@ -147,6 +147,13 @@ bool store_first_crashed(const store *s) { return first_entry(s)->kmq.crashed; }
 
 int32_t store_first_attempt(const store *s) { return first_entry(s)->kmq.attempt; }
 
+const void *store_first_key(const store *s, size_t *len)
+{
+    const store_entry *entry = first_entry(s);
+    *len = entry->key_len > 0 ? (size_t)entry->key_len : 0;
+    return entry->key_len == NO_LENGTH ? NULL : (const void *)(entry + 1);
+}
+
 int64_t store_uncrashed(const store *s, int64_t most, int64_t below)
 {
     if (!s->crashed && below == INT64_MAX) return most;

@@ -46,6 +46,8 @@ bool store_push(store *store, const kafka_record *record, const kafka_header *he
 int64_t store_first(const store *store);
 /* When it expires. */
 int64_t store_first_expires(const store *store);
+/* Its key, NULL = null; borrowed until the entry is taken. */
+const void *store_first_key(const store *store, size_t *len);
 /* Whether its last cause was a crash, and which attempt it is. */
 bool store_first_crashed(const store *store);
 int32_t store_first_attempt(const store *store);
