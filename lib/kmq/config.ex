@@ -71,7 +71,7 @@ defmodule Kmq.Config do
          :ok <- assignor(valid[:assignor], :kmq_nif.version()) do
       idle = Options.idle(options)
       idle != [] && warn_idle(idle)
-      {:ok, build(valid, kind, topics, security)}
+      {:ok, %{build(valid, kind, topics, security) | ordering: ordering(valid, options)}}
     else
       {:error, message} -> {:error, Error.new(:invalid_option, message)}
     end
@@ -158,6 +158,13 @@ defmodule Kmq.Config do
   defp warn_idle(names) do
     require Logger
     Logger.info("kmq: these options do nothing here: " <> Enum.join(names, ", "))
+  end
+
+  # Who commits what is done is used to it that a partition's messages are worked on one after the other.
+  defp ordering(valid, options) do
+    if valid[:delivery] == :offsets and options[:ordering] == nil,
+      do: :partition,
+      else: valid[:ordering]
   end
 
   # ---- topics

@@ -15,6 +15,7 @@ defmodule Kmq.Handle do
 
   require Logger
   alias Kmq.{Config, Control, Error, Info, Receipt, Telemetry, Topics, Tracker}
+  alias Kmq.Ordering
 
   @enforce_keys [:pid, :ref]
   defstruct [:pid, :ref]
@@ -96,6 +97,30 @@ defmodule Kmq.Handle do
       {:error, _} ->
         []
     end
+  end
+
+  @doc """
+  The same within the room of each lane (`Kmq.Lanes`): batches have their lane as a fifth element. Second: `{slot, topic, partition}`
+  of those that have messages and no lane yet, see `lanes/2`.
+  """
+  @spec take(t, non_neg_integer, {:partition | :key, [integer]}) ::
+          {[{integer, binary, integer, [tuple], lane :: integer}], [{integer, binary, integer}]}
+  def take(%__MODULE__{ref: ref}, max, rooms) do
+    case :kmq_nif.consumer_take(ref, max, rooms) do
+      {batches, more?, unknown} ->
+        if more?, do: send(self(), {:kmq, ref, :ready})
+        {batches, unknown}
+
+      {:error, _} ->
+        {[], []}
+    end
+  end
+
+  @doc "Where a partition's messages go from now on."
+  @spec lanes(t, [{slot :: integer, lane :: integer}]) :: :ok
+  def lanes(%__MODULE__{ref: ref}, list) do
+    _ = :kmq_nif.consumer_lanes(ref, list)
+    :ok
   end
 
   @doc "Settles what was handed out, from any process of any node."
@@ -531,6 +556,8 @@ defmodule Kmq.Handle do
     state =
       if lost or not Config.cooperative?(state.config), do: stop_resolvers(state), else: state
 
+    order(state, fn name, index -> Ordering.revoked(name, index, partitions, busy(state)) end)
+
     if partitions != [] do
       Logger.info(
         "kmq: #{name(state)}: #{if lost, do: "lost", else: "gave back"} #{describe(partitions)}"
@@ -639,6 +666,27 @@ defmodule Kmq.Handle do
     end
   end
 
+  # ---- order
+
+  defp order(%{config: %{ordering: :none}}, _fun), do: :ok
+
+  defp order(%{key: {name, index}} = state, fun) do
+    fun.(name, index)
+  catch
+    :exit, reason ->
+      Logger.error("kmq: #{name(state)}: the allocation of partitions failed: #{inspect(reason)}")
+  end
+
+  defp order(_pulled, _fun), do: :ok
+
+  # Given back although something of it is still in work: it took longer than the drain.
+  defp busy(state) do
+    for %{state: :retired, open: open, topic: topic, partition: partition} <-
+          info(handle(state)).partitions,
+        open > 0,
+        do: {topic, partition}
+  end
+
   # ---- where to begin
 
   # Runs in a process of its own, whose exit reason is the answer; an answer that raises is asked for again.
@@ -677,6 +725,15 @@ defmodule Kmq.Handle do
   end
 
   defp assign(state, epoch, positions) do
+    # Before the first message: whoever gets one knows where it goes.
+    order(state, fn name, index ->
+      Ordering.assigned(
+        name,
+        index,
+        for({topic, partition, _, _} <- positions, do: {topic, partition})
+      )
+    end)
+
     case :kmq_nif.consumer_assign(state.ref, epoch, positions) do
       :ok ->
         partitions = Enum.map(positions, fn {topic, partition, _, _} -> {topic, partition} end)
@@ -686,6 +743,10 @@ defmodule Kmq.Handle do
         poll(state)
 
       {:error, :stale} ->
+        order(state, fn name, index ->
+          Ordering.revoked(name, index, for({t, p, _, _} <- positions, do: {t, p}), [])
+        end)
+
         state
 
       {:error, :closed} ->

@@ -149,10 +149,12 @@ defmodule Kmq.Options do
                  "`:range`: one marker for a batch. `:kmq`: one for each message, in the bytes of softwaremill's kmq."
              ],
              ordering: [
-               type: {:custom, Types, :later, [[:none], [:partition, :key]]},
+               type: {:in, [:none, :partition, :key]},
                default: :none,
-               type_doc: "`:none`",
-               doc: "A queue keeps no order: each message goes to the next free worker."
+               doc:
+                 "`:none`: each message goes to the next free worker. `:partition`: the messages of a partition go to one processor " <>
+                   "(and to one consumer of each batcher), one after the other. `:key`: those of a key do; null keys go to any. A revocation " <>
+                   "then waits for what is in work, up to `:drain_timeout`. `delivery: :offsets` implies `:partition` where nothing is given."
              ],
              lease: [
                type: {:custom, Types, :integer_from, [1_000]},

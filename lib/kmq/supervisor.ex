@@ -4,6 +4,7 @@ defmodule Kmq.Supervisor do
   #
   #   Kmq.Supervisor (one_for_one)
   #     Kmq.Registry            who owns which handle, tracker, sandbox, publisher
+  #     Kmq.Ordering            which processor has which partition, of pipelines that keep an order
   #     Kmq.HandleSupervisor    one Kmq.Handle per consumer: it survives the producer that borrows it
   #     Kmq.TrackerSupervisor   the trackers of pipelines: their crashes never restart a pipeline
   #     Kmq.SandboxSupervisor   sandboxes that nobody else supervises
@@ -14,8 +15,11 @@ defmodule Kmq.Supervisor do
 
   @impl true
   def init(_opts) do
+    :ok = Kmq.Ordering.make_table()
+
     children = [
       {Registry, keys: :unique, name: Kmq.Registry},
+      Kmq.Ordering,
       dynamic(Kmq.HandleSupervisor, 1_000, 10),
       # A tracker that cannot start is tried again by its own backoff; a burst of them must not take the handles down.
       dynamic(Kmq.TrackerSupervisor, 1_000, 10),

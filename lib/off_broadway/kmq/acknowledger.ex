@@ -4,6 +4,7 @@ defmodule OffBroadway.Kmq.Acknowledger do
   #
   #   ack_ref   {nif_ref, handle_pid, policy}, one for each handle: Broadway groups by it, so an ack call holds all it can
   #   ack_data  {slot, offset, attempt}, or {slot, offset, attempt, on_success, on_failure} once configured (nil = the policy's)
+  #             where an order is kept, attempt is a Kmq.Lanes.mark(): acknowledged, it has left its processor
   #
   # One pass sorts the messages by what becomes of them, then one call into the ledger for each action (and error text).
   # It runs in the processor or batcher that called it, with no hop through the producer.
@@ -13,7 +14,7 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   require Logger
 
-  alias Kmq.{Handle, Reject, Telemetry}
+  alias Kmq.{Handle, Lanes, Reject, Telemetry}
 
   @typedoc "What becomes of messages: on success, on failure, and the backoff of a plain `:retry`."
   @type policy :: {on_success :: term, on_failure :: term, Kmq.Backoff.normal()}
@@ -34,6 +35,8 @@ defmodule OffBroadway.Kmq.Acknowledger do
       policy = if policy == :default, do: @default, else: policy
 
     handle = %Handle{pid: pid, ref: ref}
+    left(successful)
+    left(failed)
 
     {acked, rest} = succeeded(successful, on_success, [], [])
     acked != [] && settle(handle, :ack, acked)
@@ -42,6 +45,13 @@ defmodule OffBroadway.Kmq.Acknowledger do
     |> Enum.reduce(%{}, &plan(&1, &2, policy))
     |> Enum.each(fn {action, entries} -> settle(handle, action, entries) end)
   end
+
+  # All of one handle's messages have marks, or none.
+  defp left([%{acknowledger: {_, _, data}} | _] = messages) when is_tuple(elem(data, 2)) do
+    Enum.each(messages, fn %{acknowledger: {_, _, data}} -> Lanes.left(elem(data, 2)) end)
+  end
+
+  defp left(_messages), do: :ok
 
   @spec configure(ack_ref, tuple, keyword) :: {:ok, tuple}
   def configure(_ack_ref, ack_data, options) do
@@ -139,6 +149,8 @@ defmodule OffBroadway.Kmq.Acknowledger do
   end
 
   # A user's function may fail; the message must not hang in work for that.
+  defp wait(delay, backoff, {attempt, _, _, _}, reason), do: wait(delay, backoff, attempt, reason)
+
   defp wait(delay, backoff, attempt, reason) do
     Kmq.wait(delay, attempt, reason)
   rescue

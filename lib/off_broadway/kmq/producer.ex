@@ -93,7 +93,7 @@ defmodule OffBroadway.Kmq.Producer do
 
   require Logger
 
-  alias Kmq.{Config, Error, Handle, Message, Telemetry, Topics}
+  alias Kmq.{Config, Error, Handle, Lanes, Message, Ordering, Telemetry, Topics}
   alias OffBroadway.Kmq.Acknowledger
 
   @reopen_ms 1_000
@@ -113,6 +113,8 @@ defmodule OffBroadway.Kmq.Producer do
   }
 
   # handle nil: not open (yet, or again). demand: what was asked for and not emitted.
+  # Where an order is kept: order = {scope, processors, max_demand, batchers?}, lanes what the processors want, processors their
+  # monitors by pid, dying those of them that were there when one of them ended.
   defstruct [
     :config,
     :key,
@@ -121,8 +123,12 @@ defmodule OffBroadway.Kmq.Producer do
     :ack_ref,
     :template,
     :shutdown,
+    :order,
+    :lanes,
     demand: 0,
-    draining: false
+    draining: false,
+    processors: %{},
+    dying: nil
   ]
 
   # ---- Broadway.Producer
@@ -132,15 +138,76 @@ defmodule OffBroadway.Kmq.Producer do
   def prepare_for_start(_module, broadway) do
     {module, options} = broadway[:producer][:module]
     config = Config.new!(options, :producer)
+    refuse_partition_by(config.ordering, broadway)
 
     case Topics.prepare(config) do
       {:ok, _partitions} -> :ok
       {:error, error} -> raise error
     end
 
+    {order, broadway} = order(config.ordering, broadway)
     # From here on the options are a struct that shows no secret when it is printed.
-    producer = Keyword.put(broadway[:producer], :module, {module, [config: config]})
+    producer = Keyword.put(broadway[:producer], :module, {module, [config: config, order: order]})
+
     {[], Keyword.put(broadway, :producer, producer)}
+  end
+
+  defp refuse_partition_by(:none, _broadway), do: :ok
+
+  defp refuse_partition_by(ordering, broadway) do
+    stages =
+      for group <- [:processors, :batchers],
+          {name, options} <- broadway[group] || [],
+          do: {group, name, options}
+
+    for {group, name, options} <- stages, options[:partition_by] do
+      raise ArgumentError,
+            "the option :partition_by of #{group} #{inspect(name)} would break the order that ordering: #{inspect(ordering)} " <>
+              "keeps (delivery: :offsets means ordering: :partition): leave it out, or set ordering: :none and keep an order of your own"
+    end
+
+    if broadway[:partition_by] do
+      raise ArgumentError,
+            "the option :partition_by would break the order that ordering: #{inspect(ordering)} keeps (delivery: :offsets means " <>
+              "ordering: :partition): leave it out, or set ordering: :none and keep an order of your own"
+    end
+  end
+
+  defp order(:none, broadway), do: {nil, broadway}
+
+  # Constants only in these functions: they run for each message, in producers and batchers.
+  defp order(ordering, broadway) do
+    [{processors, options} | other] = broadway[:processors]
+    concurrency = options[:concurrency] || System.schedulers_online() * 2
+    options = Keyword.put(options, :concurrency, concurrency)
+    batchers = broadway[:batchers] || []
+
+    sizes = [
+      {{:processors, processors}, concurrency}
+      | for({name, options} <- batchers, do: {{:batcher, name}, options[:concurrency] || 1})
+    ]
+
+    scopes = scopes(ordering, broadway[:name], sizes)
+    scope = scopes[{:processors, processors}]
+    options = Keyword.put(options, :partition_by, &Ordering.processor(&1, scope))
+
+    batchers =
+      for {name, options} <- batchers do
+        scope = scopes[{:batcher, name}]
+        {name, Keyword.put(options, :partition_by, &Ordering.batcher(&1, scope))}
+      end
+
+    broadway =
+      Keyword.merge(broadway, processors: [{processors, options} | other], batchers: batchers)
+
+    {{scope, concurrency, options[:max_demand] || 10, batchers != []}, broadway}
+  end
+
+  defp scopes(:key, _name, sizes), do: Map.new(sizes, fn {set, size} -> {set, {:key, size}} end)
+
+  defp scopes(:partition, name, sizes) do
+    numbers = Ordering.prepare(name, sizes)
+    Map.new(sizes, fn {set, size} -> {set, {:partition, numbers[set], size}} end)
   end
 
   @doc false
@@ -167,8 +234,16 @@ defmodule OffBroadway.Kmq.Producer do
       config: %{Config.for_index(config, index) | name: name},
       key: {name || self(), index},
       template: template(),
-      shutdown: broadway[:shutdown] || @default_shutdown_ms
+      shutdown: broadway[:shutdown] || @default_shutdown_ms,
+      order: options[:order]
     }
+
+    if config.ordering != :none and state.order == nil do
+      raise ArgumentError,
+            "ordering: #{inspect(config.ordering)} needs a host that calls prepare_for_start/2, as Broadway does"
+    end
+
+    state = %{state | lanes: lanes(state.order)}
 
     case open(state) do
       {:ok, state} -> {:producer, state}
@@ -178,7 +253,8 @@ defmodule OffBroadway.Kmq.Producer do
 
   @doc false
   @spec handle_demand(pos_integer, struct) :: {:noreply, [map], struct}
-  def handle_demand(demand, state), do: take(%{state | demand: state.demand + demand})
+  def handle_demand(demand, state),
+    do: take(watch_processors(%{state | demand: state.demand + demand}))
 
   @doc false
   @spec handle_info(term, struct) ::
@@ -196,6 +272,12 @@ defmodule OffBroadway.Kmq.Producer do
     Logger.error("kmq: #{inspect(state.key)}: the consumer's process ended: #{inspect(reason)}")
     {:noreply, [], reopen_later(state)}
   end
+
+  def handle_info({:kmq, :room}, state), do: take(state)
+
+  def handle_info({:DOWN, _monitor, :process, pid, _reason}, %{processors: processors} = state)
+      when is_map_key(processors, pid),
+      do: processor_down(pid, state)
 
   def handle_info({:kmq, :reopen}, %{handle: nil, draining: false} = state) do
     case open(state) do
@@ -288,13 +370,57 @@ defmodule OffBroadway.Kmq.Producer do
   defp take(%{draining: true} = state), do: {:noreply, [], state}
   defp take(%{handle: nil} = state), do: {:noreply, [], state}
 
-  defp take(%{demand: demand} = state) do
+  # Nothing for processors that are about to end: it would end with them.
+  defp take(%{dying: [_ | _]} = state), do: {:noreply, [], state}
+
+  defp take(%{lanes: nil, demand: demand} = state) do
     {messages, left} =
       state.handle
       |> Handle.take(demand)
       |> Enum.reverse()
-      |> batches(state.template, state.ack_ref, [], demand)
+      |> batches(state, [], demand)
 
+    taken(messages, left, state)
+  end
+
+  defp take(%{lanes: lanes, demand: demand, order: {scope, _, _, _}} = state) do
+    rooms = Lanes.rooms(lanes, demand)
+
+    if Enum.any?(rooms, &(&1 > 0)) do
+      {batches, unknown} = Handle.take(state.handle, demand, {lanes.mode, rooms})
+      ask_again(unknown, scope, state.handle)
+      # Numbered from the first to the last, built from the last to the first.
+      {messages, left} =
+        batches
+        |> Enum.reverse()
+        |> Enum.map(&number(&1, lanes))
+        |> Enum.reverse()
+        |> batches(state, [], demand)
+
+      taken(messages, left, state)
+    else
+      {:noreply, [], state}
+    end
+  end
+
+  # Partitions that are new to the engine: told where they go, they are looked at again.
+  defp ask_again([], _scope, _handle), do: :ok
+
+  defp ask_again(unknown, scope, handle) do
+    Handle.lanes(
+      handle,
+      for {slot, topic, partition} <- unknown do
+        {slot, Ordering.lane(%{metadata: %{topic: topic, partition: partition}}, scope)}
+      end
+    )
+
+    send(self(), {:kmq, handle.ref, :ready})
+  end
+
+  defp number({slot, topic, partition, records, lane}, lanes),
+    do: {slot, topic, partition, records, {lane, Lanes.send_out(lanes, lane, length(records))}}
+
+  defp taken(messages, left, %{demand: demand} = state) do
     if left < demand do
       metadata = %{handle: state.key, group: state.config.group_id}
       Telemetry.execute([:kmq, :take], %{count: demand - left}, metadata)
@@ -304,21 +430,31 @@ defmodule OffBroadway.Kmq.Producer do
   end
 
   # From the last batch to the first, so that the list is built once and comes out in order.
-  defp batches([], _template, _ack_ref, messages, demand), do: {messages, demand}
+  defp batches([], _state, messages, demand), do: {messages, demand}
 
-  defp batches([{slot, topic, partition, records} | rest], template, ack_ref, messages, demand) do
-    messages = records(records, slot, topic, partition, template, ack_ref, messages)
-    batches(rest, template, ack_ref, messages, demand - length(records))
+  defp batches([{slot, topic, partition, records} | rest], state, messages, demand) do
+    messages = records(records, {slot, topic, partition, state, :default}, nil, messages)
+    batches(rest, state, messages, demand - length(records))
   end
 
-  defp records([], _slot, _topic, _partition, _template, _ack_ref, tail), do: tail
+  defp batches([{slot, topic, partition, records, {lane, seq}} | rest], state, messages, demand) do
+    # A batch of one partition, where that is what the order is about; by key they may be mixed.
+    batch_key = if state.lanes.mode == :partition, do: {topic, partition}, else: :default
+    mark = {Lanes.carried(state.lanes), lane, seq}
+    messages = records(records, {slot, topic, partition, state, batch_key}, mark, messages)
+    batches(rest, state, messages, demand - length(records))
+  end
 
-  defp records([record | rest], slot, topic, partition, template, ack_ref, tail) do
+  defp records([], _of, _mark, tail), do: tail
+
+  defp records([record | rest], {slot, topic, partition, state, batch_key} = of, mark, tail) do
     {offset, ts, key, value, headers, attempt, deliveries, origin} = record
+    {marked, mark} = mark(attempt, mark)
 
     message = %{
-      template
+      state.template
       | data: value,
+        batch_key: batch_key,
         metadata: %{
           topic: topic,
           partition: partition,
@@ -330,10 +466,57 @@ defmodule OffBroadway.Kmq.Producer do
           deliveries: deliveries,
           id: Message.id(origin, topic, partition, offset, ts)
         },
-        acknowledger: {Acknowledger, ack_ref, {slot, offset, attempt}}
+        acknowledger: {Acknowledger, state.ack_ref, {slot, offset, marked}}
     }
 
-    [message | records(rest, slot, topic, partition, template, ack_ref, tail)]
+    [message | records(rest, of, mark, tail)]
+  end
+
+  defp mark(attempt, nil), do: {attempt, nil}
+
+  defp mark(attempt, {carried, lane, seq}),
+    do: {{attempt, carried, lane, seq + 1}, {carried, lane, seq + 1}}
+
+  # ---- processors, where an order is kept
+
+  defp lanes(nil), do: nil
+
+  defp lanes({scope, processors, max_demand, batchers?}),
+    do: Lanes.new(elem(scope, 0), processors, max_demand, if(batchers?, do: self()))
+
+  # What a processor had when it ended does not count any more. GenStage does not tell a producer who its consumers are, but it
+  # monitors them in this process; each of them is there before it asks for anything.
+  defp watch_processors(%{lanes: nil} = state), do: state
+
+  defp watch_processors(%{order: {_, n, _, _}, processors: known} = state)
+       when map_size(known) >= n,
+       do: state
+
+  defp watch_processors(%{processors: known} = state) do
+    {:monitors, monitors} = Process.info(self(), :monitors)
+
+    new =
+      for {:process, pid} <- monitors,
+          is_pid(pid) and not is_map_key(known, pid),
+          not match?(%{pid: ^pid}, state.handle),
+          into: %{},
+          do: {pid, true}
+
+    Enum.each(new, fn {pid, true} -> Process.monitor(pid) end)
+    %{state | processors: Map.merge(known, new)}
+  end
+
+  # Broadway ends all processors when one ends, and starts all anew when the last is gone.
+  defp processor_down(pid, state) do
+    dying = List.delete(state.dying || Map.keys(state.processors), pid)
+    state = %{state | processors: Map.delete(state.processors, pid), dying: dying}
+
+    if dying == [] do
+      Lanes.reset(state.lanes)
+      take(%{state | dying: nil})
+    else
+      {:noreply, [], state}
+    end
   end
 
   defp template do

@@ -1,0 +1,107 @@
+defmodule Kmq.Lanes do
+  @moduledoc false
+  # How much each processor of a pipeline still wants, as one producer sees it.
+  #
+  # Where an order is kept, GenStage's PartitionDispatcher tells a producer only the sum of what its processors ask for. A
+  # producer that spends the sum on one busy processor has nothing left for the others: they wait although they are free, and what
+  # waits for the busy one in the dispatcher is lost when that one dies. So a producer counts for itself:
+  #
+  #   sent[lane]    number of the last message emitted to that processor
+  #   done[lane]    number of the last one that left it: acknowledged, or arrived in a batcher
+  #   room          max_demand - (sent - done): a processor has asked for at least so many
+  #
+  # A message carries its number in its ack data, and whoever finds it has left raises `done`: processors work in order, so a number
+  # that was missed (a handler took the acknowledger away) is made good by the next one.
+  #
+  # What is asked for in all, beyond what all other lanes can have asked for, must be this lane's: that is its least room. With a
+  # demand of everything every lane is empty, whatever was counted.
+  #
+  # Atomics, because `done` is written by processors and batchers: 3 x n counters, [sent | done | waiting]. `waiting` is set by a
+  # producer that found no room, and tells the next one that raises `done` to wake it; only where there are batchers, since a
+  # processor without them asks again after each ack.
+
+  @enforce_keys [:mode, :n, :max, :ref]
+  defstruct [:mode, :n, :max, :ref, :wake]
+
+  @type t :: %__MODULE__{
+          mode: :partition | :key,
+          n: pos_integer,
+          max: pos_integer,
+          ref: :atomics.atomics_ref(),
+          wake: pid | nil
+        }
+  @typedoc "In a message's ack data, in the place of its attempt."
+  @type mark ::
+          {attempt :: pos_integer, {:atomics.atomics_ref(), pos_integer, pid | nil},
+           lane :: non_neg_integer, seq :: pos_integer}
+
+  @doc "`wake`: who gets `{:kmq, :room}`; nil = it asks again by itself."
+  @spec new(:partition | :key, pos_integer, pos_integer, pid | nil) :: t
+  def new(mode, n, max, wake) do
+    %__MODULE__{mode: mode, n: n, max: max, ref: :atomics.new(3 * n, []), wake: wake}
+  end
+
+  @doc "The room of each lane, where so many messages are asked for in all."
+  @spec rooms(t, non_neg_integer) :: [integer]
+  def rooms(lanes, demand), do: rooms(lanes, demand - (lanes.n - 1) * lanes.max, lanes.n, [])
+
+  defp rooms(_lanes, _least, 0, acc), do: acc
+
+  defp rooms(%{n: n} = lanes, least, ix, acc) do
+    room =
+      case room(lanes, ix) do
+        room when room > 0 or lanes.wake == nil ->
+          room
+
+        _none ->
+          # Whoever makes room from here on says so; who has made some just now is seen.
+          :atomics.put(lanes.ref, 2 * n + ix, 1)
+          room(lanes, ix)
+      end
+
+    rooms(lanes, least, ix - 1, [max(room, least) | acc])
+  end
+
+  defp room(%{ref: ref, n: n, max: max}, ix),
+    do: max - (:atomics.get(ref, ix) - :atomics.get(ref, n + ix))
+
+  @doc "So many are emitted to a lane; the number before the first of them."
+  @spec send_out(t, non_neg_integer, pos_integer) :: non_neg_integer
+  def send_out(lanes, lane, count), do: :atomics.add_get(lanes.ref, lane + 1, count) - count
+
+  @doc "What messages of these lanes carry."
+  @spec carried(t) :: {:atomics.atomics_ref(), pos_integer, pid | nil}
+  def carried(lanes), do: {lanes.ref, lanes.n, lanes.wake}
+
+  @doc "It has left its processor. Anything but a mark is nobody's."
+  @spec left(mark | term) :: :ok
+  def left({_attempt, {ref, n, wake}, lane, seq}) do
+    raise_to(ref, n + lane + 1, seq)
+
+    if wake && :atomics.get(ref, 2 * n + lane + 1) == 1 &&
+         :atomics.exchange(ref, 2 * n + lane + 1, 0) == 1,
+       do: send(wake, {:kmq, :room})
+
+    :ok
+  end
+
+  def left(_attempt), do: :ok
+
+  defp raise_to(ref, ix, seq), do: raise_to(ref, ix, seq, :atomics.get(ref, ix))
+
+  defp raise_to(_ref, _ix, seq, now) when now >= seq, do: :ok
+
+  defp raise_to(ref, ix, seq, now) do
+    case :atomics.compare_exchange(ref, ix, now, seq) do
+      :ok -> :ok
+      other -> raise_to(ref, ix, seq, other)
+    end
+  end
+
+  @doc "The processors are new: nothing is with them."
+  @spec reset(t) :: :ok
+  def reset(%{ref: ref, n: n}) do
+    for ix <- 1..n, do: raise_to(ref, n + ix, :atomics.get(ref, ix))
+    :ok
+  end
+end

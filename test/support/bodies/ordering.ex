@@ -1,0 +1,312 @@
+defmodule Kmq.Test.Bodies.Ordering do
+  @moduledoc false
+  # What is worked on one after the other where an order is asked for, on any cluster. The stage host stands in for Broadway; it ends the
+  # stage of a producer that emits more than was asked for.
+
+  use Kmq.Test.ClusterCase.Bodies
+
+  alias Kmq.StageHost
+
+  defp host(options, handler, extra) do
+    host_options =
+      Keyword.merge(
+        [producer: {OffBroadway.Kmq.Producer, options}, handler: handler, concurrency: 4],
+        extra
+      )
+
+    {:ok, host} = StageHost.start_link(host_options)
+    Process.unlink(host)
+    on_exit(host, fn -> if Process.alive?(host), do: StageHost.stop(host, 10_000) end)
+    host
+  end
+
+  # Who has what in hands: an entry of each subject that is being worked on, and a note of every overlap.
+  defp book do
+    {:ets.new(:in_work, [:public]), :ets.new(:seen, [:public, :duplicate_bag]),
+     :counters.new(2, [])}
+  end
+
+  defp work({in_work, seen, counters}, subject, message, fun) do
+    :counters.add(counters, 1, 1)
+    unless :ets.insert_new(in_work, {subject, self()}), do: :counters.add(counters, 2, 1)
+    :ets.insert(seen, {subject, message.metadata.offset, self(), message.metadata.attempt})
+    fun.()
+    :ets.delete(in_work, subject)
+    message
+  end
+
+  defp handled({_, _, counters}), do: :counters.get(counters, 1)
+  defp overlaps({_, _, counters}), do: :counters.get(counters, 2)
+
+  defp await(book, n, timeout \\ 20_000) do
+    eventually(fn -> assert handled(book) >= n end, timeout)
+  end
+
+  # Of each subject what came, in the order of its handling.
+  defp seen({_, seen, _}) do
+    seen |> :ets.tab2list() |> Enum.group_by(&elem(&1, 0), &Tuple.delete_at(&1, 0))
+  end
+
+  defp place(message), do: {message.metadata.topic, message.metadata.partition}
+
+  body "the messages of a partition go to one worker, in order; the workers share the partitions evenly",
+       %{cluster: cluster} do
+    topic = queue(cluster, 8)
+    n = 1_600
+    publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 8)}))
+    book = book()
+
+    host =
+      host(
+        options(cluster, topic, ordering: :partition),
+        fn message -> work(book, place(message), message, fn -> :ok end) end,
+        producers: 2
+      )
+
+    await(book, n)
+    assert overlaps(book) == 0
+
+    seen = seen(book)
+    assert map_size(seen) == 8
+
+    for {_place, list} <- seen do
+      offsets = Enum.map(list, &elem(&1, 0))
+      assert offsets == Enum.to_list(0..199)
+      assert [_one] = list |> Enum.map(&elem(&1, 1)) |> Enum.uniq()
+    end
+
+    # Two each.
+    assert [2, 2, 2, 2] =
+             seen
+             |> Enum.group_by(fn {_, [{_, pid, _} | _]} -> pid end)
+             |> Enum.map(fn {_, places} -> length(places) end)
+
+    assert StageHost.stop(host, 20_000) == :ok
+  end
+
+  body "by key: one key in one worker at a time, in order; null keys in any; odd keys differ",
+       %{cluster: cluster} do
+    topic = queue(cluster, 2)
+    big = String.duplicate("k", 64 * 1024)
+    keys = [nil, "", "a\0b", "a\0c", big, "x", "y", "z", "u", "v"]
+    n = 1_000
+
+    publish(
+      cluster,
+      topic,
+      for(i <- 1..n, do: {"#{i}", partition: rem(i, 2), key: Enum.at(keys, rem(div(i, 2), 10))})
+    )
+
+    book = book()
+    nulls = :counters.new(1, [])
+    most = :atomics.new(1, [])
+
+    handler = fn message ->
+      case message.metadata.key do
+        nil ->
+          # Several of them are in work at once.
+          :counters.add(nulls, 1, 1)
+          now = :counters.get(nulls, 1)
+          :atomics.get(most, 1) < now && :atomics.put(most, 1, now)
+          Process.sleep(5)
+          subject = {nil, message.metadata.partition, message.metadata.offset}
+          work(book, subject, message, fn -> :counters.sub(nulls, 1, 1) end)
+
+        key ->
+          work(book, key, message, fn -> :ok end)
+      end
+    end
+
+    host = host(options(cluster, topic, ordering: :key), handler, max_demand: 4)
+    await(book, n)
+    assert overlaps(book) == 0
+    assert :atomics.get(most, 1) > 1
+
+    seen = seen(book)
+
+    for key <- tl(keys) do
+      list = Map.fetch!(seen, key)
+      assert length(list) == 100
+      assert [_one] = list |> Enum.map(&elem(&1, 1)) |> Enum.uniq()
+    end
+
+    assert Enum.count(seen, fn {subject, _} -> match?({nil, _, _}, subject) end) == 100
+    assert StageHost.stop(host, 20_000) == :ok
+  end
+
+  body "a worker that is stuck holds up its own partitions, nobody else's", %{cluster: cluster} do
+    topic = queue(cluster, 4)
+    n = 4_000
+    publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 4)}))
+    book = book()
+    gate = :counters.new(1, [])
+
+    handler = fn message ->
+      work(book, place(message), message, fn ->
+        if message.metadata.partition == 0 and message.metadata.offset == 0,
+          do: eventually(fn -> assert :counters.get(gate, 1) == 1 end, 30_000)
+      end)
+    end
+
+    host = host(options(cluster, topic, ordering: :partition), handler, max_demand: 2)
+    # All of the three others, while the fourth stands with its first.
+    await(book, 3_001)
+    assert length(seen(book)[{topic, 0}]) == 1
+    :counters.add(gate, 1, 1)
+    await(book, n)
+    assert overlaps(book) == 0
+    assert Enum.sum(Enum.map(StageHost.stages(host), &GenServer.call(&1, :lost))) == 0
+    assert StageHost.stop(host, 20_000) == :ok
+  end
+
+  body "by key, too: other partitions go on while one key is stuck", %{cluster: cluster} do
+    topic = queue(cluster, 2)
+    # Keys of partition 1 that are other workers'.
+    scope = {:key, 4}
+    lane = fn key -> Kmq.Ordering.lane(%{metadata: %{topic: topic, key: key}}, scope) end
+    others = Enum.filter(1..40, &(lane.("#{&1}") != lane.("stuck"))) |> Enum.map(&"#{&1}")
+
+    publish(
+      cluster,
+      topic,
+      for(i <- 1..500, do: {"#{i}", partition: 0, key: "stuck"}) ++
+        for(i <- 1..500, do: {"#{i}", partition: 1, key: Enum.random(others)})
+    )
+
+    book = book()
+    gate = :counters.new(1, [])
+
+    handler = fn message ->
+      work(book, message.metadata.key, message, fn ->
+        if message.metadata.key == "stuck",
+          do: eventually(fn -> assert :counters.get(gate, 1) == 1 end, 30_000)
+      end)
+    end
+
+    host = host(options(cluster, topic, ordering: :key), handler, max_demand: 2)
+    await(book, 501)
+    assert length(seen(book)["stuck"]) == 1
+    :counters.add(gate, 1, 1)
+    await(book, 1_000)
+    assert overlaps(book) == 0
+    assert StageHost.stop(host, 20_000) == :ok
+  end
+
+  body "batches: of one partition, in order, one after the other; the worker's room does not wait for them",
+       %{cluster: cluster} do
+    topic = queue(cluster, 4)
+    n = 1_200
+    publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 4)}))
+    book = book()
+    test = self()
+
+    host =
+      host(
+        options(cluster, topic, ordering: :partition),
+        fn message -> message end,
+        # A batch holds far more than the workers' demand, and none would fill without it.
+        max_demand: 4,
+        batchers: [default: [concurrency: 3, batch_size: 150, batch_timeout: 20_000]],
+        batch_handler: fn :default, [first | _] = messages, info ->
+          send(test, {:batch, info.batch_key, length(messages), info.trigger})
+          places = messages |> Enum.map(&place/1) |> Enum.uniq()
+          work(book, {:batch, places}, first, fn -> Process.sleep(2) end)
+          for message <- messages, do: work(book, place(message), message, fn -> :ok end)
+          messages
+        end
+      )
+
+    await(book, n + 8)
+    assert overlaps(book) == 0
+
+    for _ <- 1..8 do
+      assert_receive {:batch, {^topic, _}, 150, :size}
+    end
+
+    for {{_, p}, list} <- seen(book), is_integer(p) do
+      assert Enum.map(list, &elem(&1, 0)) == Enum.to_list(0..299)
+      assert [_one] = list |> Enum.map(&elem(&1, 1)) |> Enum.uniq()
+    end
+
+    assert StageHost.stop(host, 20_000) == :ok
+  end
+
+  body "workers that are killed: nothing that waited is lost or late, the order is kept from there on",
+       %{cluster: cluster} do
+    topic = queue(cluster, 4)
+    n = 2_000
+    publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 4)}))
+    book = book()
+
+    handler = fn message ->
+      if message.metadata.attempt == 1 and message.metadata.offset in [50, 150, 250] and
+           message.metadata.partition == rem(message.metadata.offset, 4),
+         do: Process.exit(self(), :kill)
+
+      work(book, {message.metadata.id, message.metadata.attempt}, message, fn -> :ok end)
+    end
+
+    options = options(cluster, topic, ordering: :partition, max_processing_time: 2_000)
+    host = host(options, handler, max_demand: 1)
+
+    eventually(
+      fn -> assert seen(book) |> Map.keys() |> Enum.uniq_by(&elem(&1, 0)) |> length() == n end,
+      30_000
+    )
+
+    # What was in the hands of the killed and of those that ended with them, nothing else.
+    again = Enum.count(seen(book), fn {{_id, attempt}, _} -> attempt > 1 end)
+    assert again in 3..12
+    assert Enum.sum(Enum.map(StageHost.stages(host), &GenServer.call(&1, :lost))) == 0
+    assert StageHost.stop(host, 20_000) == :ok
+  end
+
+  body "a producer that is killed: acks count, its worker keeps the partition, the next one goes on",
+       %{cluster: cluster} do
+    topic = queue(cluster, 2)
+    n = 1_000
+    publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 2)}))
+    book = book()
+    test = self()
+
+    handler = fn message ->
+      if message.metadata.offset == 100 and message.metadata.partition == 0 do
+        send(test, {:at, self()})
+        assert_receive_go()
+      end
+
+      work(book, place(message), message, fn -> :ok end)
+    end
+
+    options = options(cluster, topic, ordering: :partition, max_processing_time: 3_000)
+    host = host(options, handler, max_demand: 2)
+    assert_receive {:at, worker}, scaled(15_000)
+    [stage] = StageHost.stages(host)
+    Process.exit(stage, :kill)
+    eventually(fn -> assert StageHost.stages(host) != [stage] end)
+    send(worker, :go)
+
+    eventually(
+      fn ->
+        places = for {place, list} <- seen(book), {offset, _, _} <- list, do: {place, offset}
+        assert length(Enum.uniq(places)) >= n
+      end,
+      30_000
+    )
+
+    assert overlaps(book) == 0
+
+    for {_place, list} <- seen(book),
+        do: assert([_one] = list |> Enum.map(&elem(&1, 1)) |> Enum.uniq())
+
+    assert StageHost.stop(host, 20_000) == :ok
+  end
+
+  defp assert_receive_go do
+    receive do
+      :go -> :ok
+    after
+      scaled(20_000) -> exit(:no_go)
+    end
+  end
+end
