@@ -246,7 +246,10 @@ void engine_close_begin(engine *e, int64_t deadline)
             kafka_consumer_unassign(e->consumer, NULL);
     }
     marks_flush(e, engine_now());
-    if (kafka_consumer_close_begin(e->consumer, NULL)) e->close_step = CLOSE_FLUSH;
+    if (kafka_consumer_close_begin(e->consumer, NULL)) { /* fatal: it is no member any more */
+        engine_retire_all(e);
+        e->close_step = CLOSE_FLUSH;
+    }
     engine_notify_owner(e, 0);
 }
 

@@ -25,7 +25,8 @@ defmodule Kmq.Consumer do
 
   # waiting: pulls that found nothing, oldest first: [{from, max, timer, monitor}]
   # opening: the monitor of the process that opens the handle anew; it may take as long as Kafka does, and pulls must end in time
-  defstruct [:config, :key, :handle, :monitor, :opening, waiting: []]
+  # fenced: why it is no member any more, for good
+  defstruct [:config, :key, :handle, :monitor, :opening, :fenced, waiting: []]
 
   @max_pull 1_000_000
   @max_wait_ms 86_400_000
@@ -51,13 +52,20 @@ defmodule Kmq.Consumer do
 
   @doc """
   Up to `:max` messages (default 1). Where there is none yet, it waits up to `:wait` ms (default 0) for the first.
+
+  Raises `Kmq.Error` when the consumer has lost its place in the group to another one with the same `group_instance_id`: it does not
+  join again, stop it.
   """
   @spec pull(GenServer.server(), keyword) :: [Message.t()]
   def pull(consumer, options \\ []) do
     options = Keyword.validate!(options, max: 1, wait: 0)
     max = within!(options[:max], :max, 1, @max_pull)
     wait = within!(options[:wait], :wait, 0, @max_wait_ms)
-    GenServer.call(consumer, {:pull, max, wait}, wait + @call_margin_ms)
+
+    case GenServer.call(consumer, {:pull, max, wait}, wait + @call_margin_ms) do
+      {:fenced, error} -> raise error
+      messages -> messages
+    end
   end
 
   @doc """
@@ -105,6 +113,9 @@ defmodule Kmq.Consumer do
   end
 
   @impl true
+  def handle_call({:pull, _max, _wait}, _from, %{fenced: %Error{} = error} = state),
+    do: {:reply, {:fenced, error}, state}
+
   def handle_call({:pull, max, wait}, {pid, _tag} = from, state) do
     case if(state.waiting == [], do: take(state, max), else: []) do
       [] when wait == 0 ->
@@ -126,6 +137,16 @@ defmodule Kmq.Consumer do
   @impl true
   def handle_info({:kmq, ref, :ready}, %{handle: %{ref: ref}} = state),
     do: {:noreply, serve(state)}
+
+  # Whoever comes back takes the other one's place: it stays away.
+  def handle_info(
+        {:kmq, ref, {:down, %Error{reason: :fenced_instance_id} = error}},
+        %{handle: %{ref: ref}} = state
+      ) do
+    Process.demonitor(state.monitor, [:flush])
+    Enum.each(state.waiting, &reply(&1, {:fenced, error}))
+    {:noreply, %{state | handle: nil, monitor: nil, waiting: [], fenced: error}}
+  end
 
   def handle_info({:kmq, ref, {:down, %Error{} = error}}, %{handle: %{ref: ref}} = state) do
     Logger.error("kmq: #{inspect(state.key)}: the consumer ended: #{error.message}")

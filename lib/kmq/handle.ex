@@ -282,6 +282,7 @@ defmodule Kmq.Handle do
           flushers: [],
           closers: [],
           closing: false,
+          fenced: false,
           orphan_timer: nil,
           noted: %{}
         }
@@ -357,8 +358,9 @@ defmodule Kmq.Handle do
   end
 
   @impl true
-  def handle_call({:borrow, _config}, _from, %{closing: true} = state),
-    do: {:reply, :closing, state}
+  def handle_call({:borrow, _config}, _from, %{closing: closing, fenced: fenced} = state)
+      when closing or fenced,
+      do: {:reply, :closing, state}
 
   def handle_call({:borrow, _config}, {pid, _}, state) do
     {:reply, {:ok, state.ref}, watch(state, pid)}
@@ -441,6 +443,9 @@ defmodule Kmq.Handle do
 
   def handle_info({:closed, how}, state), do: closed(how, state)
 
+  def handle_info({:fenced, deadline}, state), do: {:noreply, fenced_on(state, deadline)}
+
+  def handle_info({:down, _again}, %{fenced: true} = state), do: {:noreply, state}
   def handle_info({:down, error}, state), do: down(error, state)
 
   def handle_info(:tracker, state) do
@@ -621,7 +626,7 @@ defmodule Kmq.Handle do
     error = Error.from_native(native)
 
     if error.fatal? do
-      send(self(), {:down, error})
+      unless state.fenced, do: send(self(), {:down, error})
       state
     else
       note(state, {:error, error.name}, fn ->
@@ -905,7 +910,8 @@ defmodule Kmq.Handle do
     %{state | borrower: pid, monitor: Process.monitor(pid), orphan_timer: nil}
   end
 
-  defp orphaned(%{closing: true} = state, _reason), do: state
+  defp orphaned(%{closing: closing, fenced: fenced} = state, _reason) when closing or fenced,
+    do: state
 
   defp orphaned(state, reason) do
     wait = if reason in [:normal, :shutdown], do: 0, else: state.config.drain_timeout
@@ -947,15 +953,40 @@ defmodule Kmq.Handle do
     {:stop, :normal, %{state | closers: [], flushers: []}}
   end
 
+  # Another member has this one's place. It does not come back, or the two would take it from each other for ever; what is in work may
+  # be finished, by the markers it is still this consumer's.
+  defp down(%Error{reason: :fenced_instance_id} = error, state) do
+    Logger.error(
+      "kmq: #{name(state)}: another member has the same group_instance_id; this consumer stops, and stays stopped: #{error.message}"
+    )
+
+    telemetry([:error], %{count: 1}, state, %{error: error})
+    telemetry([:fenced], %{count: 1}, state, %{})
+    state.borrower && send(state.borrower, {:kmq, state.ref, {:down, error}})
+    _ = :kmq_nif.consumer_drain(state.ref)
+    deadline = System.monotonic_time(:millisecond) + state.config.drain_timeout
+    {:noreply, fenced_on(%{stop_resolvers(state) | fenced: true}, deadline)}
+  end
+
   defp down(error, state) do
     Logger.error("kmq: #{name(state)}: #{error.message}; this consumer stops")
     telemetry([:error], %{count: 1}, state, %{error: error})
 
-    if error.reason in [:fenced, :fenced_instance_id],
-      do: telemetry([:fenced], %{count: 1}, state, %{})
-
     state.borrower && send(state.borrower, {:kmq, state.ref, {:down, error}})
     {:stop, :normal, state}
+  end
+
+  @fenced_ms 100
+
+  defp fenced_on(state, deadline) do
+    open = for %{open: open, ends: ends} <- info(handle(state)).partitions, do: open + ends
+
+    if Enum.sum(open) > 0 and System.monotonic_time(:millisecond) < deadline do
+      Process.send_after(self(), {:fenced, deadline}, @fenced_ms)
+      state
+    else
+      close_begin(state, state.config.drain_timeout)
+    end
   end
 
   # ---- OAUTHBEARER

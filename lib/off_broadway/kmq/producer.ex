@@ -261,6 +261,16 @@ defmodule OffBroadway.Kmq.Producer do
           {:noreply, [map], struct} | {:stop, term, struct}
   def handle_info({:kmq, ref, :ready}, %{handle: %{ref: ref}} = state), do: take(state)
 
+  # Another member has this one's group_instance_id. Whoever comes back takes it again, so this one does not: it stays, without messages,
+  # and what is in work is still acknowledged.
+  def handle_info(
+        {:kmq, ref, {:down, %Error{reason: :fenced_instance_id}}},
+        %{handle: %{ref: ref}} = state
+      ) do
+    Process.demonitor(state.monitor, [:flush])
+    {:noreply, [], %{state | handle: nil, monitor: nil, ack_ref: nil}}
+  end
+
   # A fatal error of the client: by now the handle is closed, only a new one helps.
   def handle_info({:kmq, ref, {:down, %Error{} = error}}, %{handle: %{ref: ref}} = state) do
     Logger.error("kmq: #{inspect(state.key)}: the consumer ended: #{error.message}")
