@@ -300,6 +300,10 @@ defmodule Kmq.Config do
         {:error,
          "invalid value for :heartbeat_rate_seconds option of :group_config: it must be below :session_timeout_seconds (#{session}), got: #{heartbeat}"}
 
+      session && session > 3_600 ->
+        {:error,
+         "invalid value for :session_timeout_seconds option of :group_config: expected at most 3600, got: #{session}"}
+
       valid[:max_processing_time] > 7 * 86_400_000 ->
         {:error,
          "invalid value for :max_processing_time option: expected at most a week in ms, got: #{valid[:max_processing_time]}"}

@@ -14,7 +14,7 @@ defmodule Kmq.Handle do
   use GenServer, restart: :temporary
 
   require Logger
-  alias Kmq.{Config, Control, Error, Info, Receipt, Telemetry, Topics, Tracker}
+  alias Kmq.{Advice, Config, Control, Error, Info, Receipt, Telemetry, Topics, Tracker}
   alias Kmq.Ordering
 
   @enforce_keys [:pid, :ref]
@@ -630,7 +630,14 @@ defmodule Kmq.Handle do
       state
     else
       note(state, {:error, error.name}, fn ->
-        Logger.warning("kmq: #{name(state)}: #{error.message}")
+        advice = Advice.explain(error, state.config)
+        error = advice || error
+
+        Logger.log(
+          if(advice, do: :error, else: :warning),
+          "kmq: #{name(state)}: #{error.message}"
+        )
+
         telemetry([:error], %{count: 1}, state, %{error: error})
       end)
     end

@@ -148,6 +148,9 @@ defmodule Kmq.ConfigTest do
 
       assert message(group_config: [session_timeout_seconds: 5]) ==
                "invalid value for :heartbeat_rate_seconds option of :group_config: it must be below :session_timeout_seconds (5), got: 5"
+
+      assert message(group_config: [session_timeout_seconds: 3_601]) ==
+               "invalid value for :session_timeout_seconds option of :group_config: expected at most 3600, got: 3601"
     end
 
     test "kafka_config comes last, by kind of client" do

@@ -1,0 +1,32 @@
+defmodule Kmq.Advice do
+  @moduledoc false
+  # What a broker's refusal means in the words of the options, and what to do.
+
+  alias Kmq.{Config, Error}
+
+  @doc "The error with a message that says what to do, or nil when there is none for it."
+  @spec explain(Error.t(), Config.t()) :: Error.t() | nil
+  def explain(%Error{name: name} = error, config) do
+    with text when is_binary(text) <- text(name, config), do: %{error | message: text}
+  end
+
+  defp text("INCONSISTENT_GROUP_PROTOCOL", config) do
+    "the group refuses this member: :assignor is #{assignors(config)} here, and the others have none of these " <>
+      "(or are no consumers). Give all members of #{inspect(config.group_id)} the same; it joins as soon as it can"
+  end
+
+  defp text("INVALID_SESSION_TIMEOUT", config) do
+    {_, ms} = List.keyfind(config.consumer_props, "session.timeout.ms", 0)
+
+    "the group refuses this member: a session timeout of #{ms} ms (:session_timeout_seconds of :group_config) is outside of what " <>
+      "the broker allows (its group.min.session.timeout.ms and group.max.session.timeout.ms)"
+  end
+
+  defp text("GROUP_MAX_SIZE_REACHED", config) do
+    "the group #{inspect(config.group_id)} is full (the broker's group.max.size): this member waits until another one leaves"
+  end
+
+  defp text(_other, _config), do: nil
+
+  defp assignors(config), do: Enum.map_join(config.assignor, " or ", &inspect/1)
+end
