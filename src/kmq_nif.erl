@@ -6,10 +6,10 @@
 %% Errors: `{error, {Name, Code, Retriable, Fatal, Text}}' of Kafka, `{error, closed | stale}'; wrong arguments raise badarg.
 -module(kmq_nif).
 
--export([version/0, live/0, backoff/3]).
+-export([version/0, live/0, errors/0, backoff/3]).
 -export([consumer_open/3, consumer_subscribe/1, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_take/3, consumer_lanes/2, consumer_settle/3,
          consumer_retry/5, consumer_extend/3, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
-         consumer_close/2, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/4, consumer_test_fatal/1]).
+         consumer_close/2, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/4, consumer_test_fatal/2, consumer_reopen/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
          publisher_set_token/4]).
 -export([admin_open/1, admin_close/1, admin_cluster_id/2, admin_partitions/3, admin_topics/2, admin_create_topic/6,
@@ -52,6 +52,8 @@ hint(_) ->
 version() -> erlang:nif_error(not_loaded).
 -spec live() -> #{consumers | publishers | admins | clients => non_neg_integer()}.
 live() -> erlang:nif_error(not_loaded).
+-spec errors() -> [{{binary(), integer(), boolean(), boolean(), binary()}, retried | answered | reported | replaced | stops}].
+errors() -> erlang:nif_error(not_loaded).
 -spec backoff(tuple(), integer(), float()) -> non_neg_integer().
 backoff(_Spec, _Attempt, _U) -> erlang:nif_error(not_loaded).
 
@@ -99,8 +101,10 @@ consumer_pause(_Ref, _Topic, _Partition, _Pause) -> erlang:nif_error(not_loaded)
 consumer_seek(_Ref, _Topic, _Partition, _Offset) -> erlang:nif_error(not_loaded).
 -spec consumer_set_token(ref(), binary() | nil, integer(), binary()) -> ok | failure().
 consumer_set_token(_Ref, _Token, _LifetimeMs, _Principal) -> erlang:nif_error(not_loaded).
--spec consumer_test_fatal(ref()) -> ok | failure().
-consumer_test_fatal(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_reopen(ref()) -> {ok, [{binary(), integer()}]} | failure().
+consumer_reopen(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_test_fatal(ref(), producer | consumer) -> ok | failure().
+consumer_test_fatal(_Ref, _Which) -> erlang:nif_error(not_loaded).
 
 -spec publisher_open(props(), map()) -> {ok, ref()} | failure().
 publisher_open(_Props, _Opts) -> erlang:nif_error(not_loaded).

@@ -483,6 +483,22 @@ int kafka_consumer_close_begin(kafka_consumer *consumer, kafka_error *err)
 
 bool kafka_consumer_closed(kafka_consumer *consumer) { return rd_kafka_consumer_closed(consumer->rk) != 0; }
 
+int kafka_consumer_test_fatal(kafka_consumer *consumer, const char *reason)
+{
+    rd_kafka_resp_err_t code = rd_kafka_test_fatal_error(consumer->rk, RD_KAFKA_RESP_ERR__INCONSISTENT, reason);
+    return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : KAFKA_EKAFKA;
+}
+
+void kafka_consumer_abandon(kafka_consumer *consumer)
+{
+    queues_clear(consumer);
+    free(consumer->queues);
+    kafka_wake_off(consumer->control);
+    consumer->reaper->control = consumer->control;
+    kafka_reap(consumer->reaper, consumer->rk, RD_KAFKA_DESTROY_F_NO_CONSUMER_CLOSE, NULL, NULL);
+    free(consumer);
+}
+
 void kafka_consumer_destroy(kafka_consumer *consumer, void (*done)(void *ctx), void *ctx)
 {
     /* not closed: leaving the group in an orderly way may take for ever (a broker that does not answer), so it is not tried */

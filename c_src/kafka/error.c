@@ -22,10 +22,10 @@ const char *kafka_error_text(int code)
     return rd_kafka_err2str((rd_kafka_resp_err_t)code);
 }
 
-/* True: the same thing, done again later by the same client or by a new one, may well succeed. Broker codes follow the protocol's own
+/* The one table of what becomes of an error; guides/errors.md shows it, and a test compares the two. Broker codes follow the protocol's own
  * table (for a commit REBALANCE_IN_PROGRESS and its like are final: this member's generation is over). Purged messages
  * were withdrawn by us, nothing is wrong with them. */
-bool kafka_error_retriable(int code)
+kafka_verdict kafka_error_verdict(int code)
 {
     switch (code) {
     case RD_KAFKA_RESP_ERR__TRANSPORT:
@@ -72,9 +72,36 @@ bool kafka_error_retriable(int code)
     case RD_KAFKA_RESP_ERR_PREFERRED_LEADER_NOT_AVAILABLE:
     case RD_KAFKA_RESP_ERR_ELIGIBLE_LEADERS_NOT_AVAILABLE:
     case RD_KAFKA_RESP_ERR_UNSTABLE_OFFSET_COMMIT:
-    case RD_KAFKA_RESP_ERR_THROTTLING_QUOTA_EXCEEDED: return true;
-    default: return false;
+    case RD_KAFKA_RESP_ERR_THROTTLING_QUOTA_EXCEEDED: return KAFKA_RETRIED;
+    case RD_KAFKA_RESP_ERR__PARTITION_EOF:
+    case RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS:
+    case RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS:
+    case RD_KAFKA_RESP_ERR__MAX_POLL_EXCEEDED:
+    case RD_KAFKA_RESP_ERR__ASSIGNMENT_LOST:
+    case RD_KAFKA_RESP_ERR__AUTO_OFFSET_RESET:
+    case RD_KAFKA_RESP_ERR_OFFSET_OUT_OF_RANGE:
+    case RD_KAFKA_RESP_ERR_ILLEGAL_GENERATION:
+    case RD_KAFKA_RESP_ERR_UNKNOWN_MEMBER_ID:
+    case RD_KAFKA_RESP_ERR_REBALANCE_IN_PROGRESS:
+    case RD_KAFKA_RESP_ERR_MEMBER_ID_REQUIRED: return KAFKA_ANSWERED;
+    case RD_KAFKA_RESP_ERR__FATAL: /* and whatever the library declares fatal, see kafka_error_made */
+    case RD_KAFKA_RESP_ERR_PRODUCER_FENCED: return KAFKA_REPLACED;
+    case RD_KAFKA_RESP_ERR__FENCED:
+    case RD_KAFKA_RESP_ERR_FENCED_INSTANCE_ID: return KAFKA_STOPS;
+    default: return KAFKA_REPORTED;
     }
+}
+
+bool kafka_error_retriable(int code) { return kafka_error_verdict(code) == KAFKA_RETRIED; }
+
+void kafka_error_each(void (*each)(void *ctx, int code), void *ctx)
+{
+    const struct rd_kafka_err_desc *descriptions;
+    size_t n;
+    rd_kafka_get_err_descs(&descriptions, &n);
+    for (size_t i = 0; i < n; i++)
+        if (descriptions[i].name != NULL && descriptions[i].code != RD_KAFKA_RESP_ERR_NO_ERROR)
+            each(ctx, descriptions[i].code);
 }
 
 bool kafka_error_rebalancing(int code)
@@ -82,20 +109,13 @@ bool kafka_error_rebalancing(int code)
     return code == RD_KAFKA_RESP_ERR_REBALANCE_IN_PROGRESS || code == RD_KAFKA_RESP_ERR_ILLEGAL_GENERATION;
 }
 
-/* These end the client: it must be rebuilt (or, fenced, given up). */
-static bool fatal(int code)
-{
-    return code == RD_KAFKA_RESP_ERR__FATAL || code == RD_KAFKA_RESP_ERR__FENCED ||
-           code == RD_KAFKA_RESP_ERR_FENCED_INSTANCE_ID || code == RD_KAFKA_RESP_ERR_PRODUCER_FENCED;
-}
-
 static void fill(kafka_error *err, int code)
 {
     memset(err, 0, sizeof *err);
     err->code = code;
     snprintf(err->name, sizeof err->name, "%s", kafka_error_name(code));
-    err->retriable = kafka_error_retriable(code);
-    err->fatal = fatal(code);
+    err->retriable = kafka_error_verdict(code) == KAFKA_RETRIED;
+    err->fatal = kafka_error_verdict(code) >= KAFKA_REPLACED;
 }
 
 void kafka_error_set(kafka_error *err, int code, const char *format, ...)

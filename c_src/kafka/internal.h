@@ -75,7 +75,8 @@ int kafka_set_token(rd_kafka_t *rk, const char *token, int64_t lifetime_ms, cons
 /* The job of destroying one client: allocated when the client is opened, so that destroying cannot fail for memory. */
 typedef struct kafka_reaper {
     rd_kafka_t *rk;
-    int flags; /* RD_KAFKA_DESTROY_F_... */
+    rd_kafka_queue_t *control; /* of a consumer that is to leave its group before; else NULL */
+    int flags;                 /* RD_KAFKA_DESTROY_F_... */
     void (*done)(void *ctx);
     void *ctx;
 } kafka_reaper;

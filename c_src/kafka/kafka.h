@@ -34,7 +34,17 @@ typedef struct kafka_error {
 void kafka_error_set(kafka_error *err, int code, const char *format, ...);
 const char *kafka_error_name(int code);
 const char *kafka_error_text(int code); /* a sentence */
+/* True: the same thing, done again later by the same client or by a new one, may well succeed. */
 bool kafka_error_retriable(int code);
+typedef enum kafka_verdict {
+    KAFKA_RETRIED,  /* it passes: librdkafka or the engine tries again until it does */
+    KAFKA_ANSWERED, /* part of the protocol: the engine acts on it */
+    KAFKA_REPORTED, /* said; the engine goes on, somebody must mend something */
+    KAFKA_REPLACED, /* the client is beyond use: a new one takes its place */
+    KAFKA_STOPS     /* another one is in our place: this one ends */
+} kafka_verdict;
+kafka_verdict kafka_error_verdict(int code);
+void kafka_error_each(void (*each)(void *ctx, int code), void *ctx); /* every code the library knows */
 bool kafka_error_rebalancing(int code); /* of a commit: the group is just sharing out its partitions anew */
 
 /* "2.0.2"; and the number, e.g. 0x020002ff */
@@ -168,6 +178,10 @@ const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t
 /* Leaving: begin, then poll (and answer REVOKE) until closed() is true, then destroy. */
 int kafka_consumer_close_begin(kafka_consumer *consumer, kafka_error *err);
 bool kafka_consumer_closed(kafka_consumer *consumer);
+/* Of one that turned fatal, and cannot be closed any more: as kafka_consumer_destroy, and the reaper leaves the group before, which takes it about a
+ * second: or the others would wait a session time-out for this member. */
+void kafka_consumer_abandon(kafka_consumer *consumer);
+int kafka_consumer_test_fatal(kafka_consumer *consumer, const char *reason); /* rd_kafka_test_fatal_error */
 /* Wake-ups off at once (none runs after it returns), then the reaper thread destroys. Not closed before: it does not wait for the
  * group (NO_CONSUMER_CLOSE). done(ctx) is called by the reaper at the end; may be NULL. Usually that is some ms later; with a commit on its way to
  * a broker that does not answer, socket.timeout.ms (10 s here, if not set); with a LeaveGroup on its way, up to 5 s. */

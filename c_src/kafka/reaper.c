@@ -6,6 +6,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+enum { LEAVE_MS = 1000 };
+
 static atomic_int live; /* clients opened and not yet destroyed, in this process */
 
 int kafka_live(void) { return atomic_load(&live); }
@@ -14,9 +16,24 @@ void kafka_live_add(int n) { atomic_fetch_add(&live, n); }
 
 kafka_reaper *kafka_reaper_new(void) { return calloc(1, sizeof(kafka_reaper)); }
 
+/* A client that turned fatal does not close, but it still unsubscribes. There is no word of its leaving, only of what must be given back
+ * before; the request is on its way within milliseconds. */
+static void leave(rd_kafka_t *rk, rd_kafka_queue_t *control)
+{
+    int64_t deadline_ms = kafka_now_ms() + LEAVE_MS;
+    rd_kafka_unsubscribe(rk);
+    while (kafka_left_ms(deadline_ms) > 0) {
+        rd_kafka_event_t *rkev = rd_kafka_queue_poll(control, kafka_left_ms(deadline_ms));
+        if (rkev != NULL && rd_kafka_event_type(rkev) == RD_KAFKA_EVENT_REBALANCE) rd_kafka_assign(rk, NULL);
+        if (rkev != NULL) rd_kafka_event_destroy(rkev);
+    }
+    rd_kafka_queue_destroy(control);
+}
+
 static void *run(void *arg)
 {
     kafka_reaper *reaper = arg;
+    if (reaper->control != NULL) leave(reaper->rk, reaper->control);
     rd_kafka_destroy_flags(reaper->rk, reaper->flags);
     kafka_live_add(-1);
     if (reaper->done != NULL) reaper->done(reaper->ctx);
@@ -29,7 +46,7 @@ void kafka_reap(kafka_reaper *reaper, rd_kafka_t *rk, int flags, void (*done)(vo
     pthread_t thread;
     pthread_attr_t attr;
     sigset_t all, old;
-    *reaper = (kafka_reaper){.rk = rk, .flags = flags, .done = done, .ctx = ctx};
+    *reaper = (kafka_reaper){.rk = rk, .control = reaper->control, .flags = flags, .done = done, .ctx = ctx};
     pthread_attr_init(&attr);
     pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
     sigfillset(&all); /* the host's signals are not for this thread */

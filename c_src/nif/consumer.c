@@ -143,15 +143,10 @@ static engine *new_engine(void)
 KMQ_NIF(nif_consumer_open)
 {
     (void)argc;
-    kafka_property *props;
-    size_t n_props;
-    void *memory = NULL;
-    if (!term_properties(env, argv[0], &props, &n_props, &memory)) return enif_make_badarg(env);
     engine *e = new_engine();
     consumer *c = e ? enif_alloc_resource(consumer_type, sizeof *c) : NULL;
     if (!c) {
         if (e) engine_free(e);
-        enif_free(memory);
         return term_error_atom(env, enif_make_atom(env, "enomem"));
     }
     c->engine = e;
@@ -159,6 +154,7 @@ KMQ_NIF(nif_consumer_open)
     e->resource = c;
     ERL_NIF_TERM result;
     if (!read_config(env, argv[2], e) ||
+        !term_properties(env, argv[0], &e->consumer_props, &e->n_consumer_props, &e->consumer_memory) ||
         !term_properties(env, argv[1], &e->producer_props, &e->n_producer_props, &e->producer_memory)) {
         result = enif_make_badarg(env);
         goto out;
@@ -171,7 +167,7 @@ KMQ_NIF(nif_consumer_open)
     kafka_wake control = {.fn = engine_control_woken, .ctx = e, .fd = -1},
                records = {.fn = engine_records_woken, .ctx = e, .fd = -1};
     int rc = engine_open_producer(e, &err);
-    if (!rc) rc = kafka_consumer_open(props, n_props, &control, &records, &e->consumer, &err);
+    if (!rc) rc = kafka_consumer_open(e->consumer_props, e->n_consumer_props, &control, &records, &e->consumer, &err);
     ErlNifMonitor monitor;
     if (!rc && enif_monitor_process(env, c, &e->owner, &monitor)) rc = KAFKA_ENOMEM;
     if (rc) {
@@ -182,7 +178,6 @@ KMQ_NIF(nif_consumer_open)
     }
 out:
     enif_release_resource(c);
-    enif_free(memory);
     return result;
 }
 
@@ -440,7 +435,11 @@ KMQ_NIF(nif_consumer_test_fatal)
 {
     (void)argc;
     ENGINE_OR_RETURN(e)
-    int rc = e->producer ? kafka_producer_test_fatal(e->producer, "asked for by a test") : 0;
+    int rc = KAFKA_OK;
+    if (enif_compare(argv[1], atoms.producer) != 0)
+        rc = kafka_consumer_test_fatal(e->consumer, "asked for by a test");
+    else if (e->producer)
+        rc = kafka_producer_test_fatal(e->producer, "asked for by a test");
     kafka_error err = {0};
     return unlock_result(env, e, rc, &err);
 }

@@ -7,7 +7,7 @@
 #include "term.h"
 #include "../kafka/failpoint.h"
 
-enum { CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200 };
+enum { CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200, REFUSED_PAUSE_MS = 5000 };
 
 /* Positive, unlike the VM's own: 0 can mean "never". */
 static int64_t base_ms;
@@ -86,7 +86,7 @@ void engine_send_commit(engine *e, int64_t now)
     enum { MOST = 1024 };
     kafka_partition list[MOST];
     size_t n = 0;
-    if (e->commit_in_flight || !e->consumer || e->revoking == REVOKE_SETTLE) return;
+    if (e->commit_in_flight || !e->consumer || now < e->commit_refused_until || e->revoking == REVOKE_SETTLE) return;
     e->commit_due = INT64_MAX;
     (void)KMQ_FAILPOINT("handout_commit");
     for (size_t i = 0; i < e->n_assigned && n < MOST; i++) {
@@ -138,6 +138,9 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
         bool expected = e->config.cooperative && kafka_error_rebalancing(err.code);
         if (!expected) add(env, events, atoms.commit_failed, term_kafka_error(env, &err));
         e->commit_due = now + COMMIT_PAUSE_MS;
+        /* Refused for good: of this generation it is no member any more. librdkafka says so by an event of its own, soon. */
+        if (!expected && kafka_error_verdict(err.code) == KAFKA_ANSWERED)
+            e->commit_due = e->commit_refused_until = now + REFUSED_PAUSE_MS;
     } else if (e->commit_due == INT64_MAX) {
         e->commit_due = now + e->config.commit_interval_ms; /* the floor may have moved meanwhile */
     }
@@ -167,7 +170,13 @@ static bool serve_queues(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_
     kafka_event event;
     int n = 0;
     while (e->consumer && n < CONTROL_EVENTS && kafka_consumer_poll(e->consumer, &event)) {
-        simple_event(e, &event, env, events, now);
+        if (event.type == KAFKA_EVENT_ERROR && event.error.fatal &&
+            kafka_error_verdict(event.error.code) != KAFKA_STOPS) {
+            e->consumer_broken = true;
+            e->consumer_error = event.error;
+        } else {
+            simple_event(e, &event, env, events, now);
+        }
         kafka_event_free(&event);
         n++;
     }
@@ -351,6 +360,10 @@ static void note_broken(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t
         add(env, events, atoms.rebuild, term_kafka_error(env, &err));
         e->rebuild_asked = now;
     }
+    if (e->consumer_broken && e->state == ENGINE_OPEN && now - e->reopen_asked > 1000) {
+        add(env, events, atoms.reopen, term_kafka_error(env, &e->consumer_error));
+        e->reopen_asked = now;
+    }
     if (e->start_error[0]) {
         add(env, events, atoms.start_failed, term_text(env, e->start_error));
         e->start_error[0] = 0;
@@ -411,6 +424,7 @@ void engine_free(engine *e)
     enif_free(e->active);
     engine_paused_free(e);
     enif_free(e->producer_memory);
+    enif_free(e->consumer_memory);
     enif_free(e->config.group_id);
     enif_free(e->config.count_header);
     kmq_filter_free(&e->config.filter);

@@ -15,7 +15,7 @@
  *
  * Files: engine.c (life, poll, timers, commits), rebalance.c (what is assigned), pump.c (fetch, START, hand-out), marks.c (records to the marker
  * topic and their reports), isolate.c (what crashed before, beside all engines of the VM), control.c (pause, seek), lanes.c (where an
- * order is kept).
+ * order is kept), reopen.c (a new client in the place of a fatal one).
  *
  * Locks, in this order: engine.lock -> slots_lock -> part.lock; engine.lock -> isolate.c's -> wake_lock; wake_lock is a leaf and is also taken in librdkafka's callbacks (which
  * hold a queue lock), so nobody calls librdkafka with it. No librdkafka call under a part.lock.
@@ -140,9 +140,9 @@ struct engine {
     engine_state state;
     kafka_consumer *consumer;
     kafka_producer *producer;
-    kafka_property *producer_props;
-    size_t n_producer_props;
-    void *producer_memory;
+    kafka_property *producer_props, *consumer_props;
+    size_t n_producer_props, n_consumer_props;
+    void *producer_memory, *consumer_memory;
     engine_topic *topics;
     size_t n_topics;
 
@@ -173,10 +173,12 @@ struct engine {
     int64_t prompt_until; /* until then a commit is due at once */
     int64_t renew_due, flush_due, rebuild_asked;
 
-    mark *oldest, *newest;   /* marks in flight */
-    uint64_t seq, flush_seq; /* flush_seq: 0 = nobody waits */
-    size_t ends_in_flight;   /* ENDs and RETRYs */
-    bool producer_broken;
+    mark *oldest, *newest;                 /* marks in flight */
+    uint64_t seq, flush_seq;               /* flush_seq: 0 = nobody waits */
+    size_t ends_in_flight;                 /* ENDs and RETRYs */
+    bool producer_broken, consumer_broken; /* fatal: to be replaced */
+    kafka_error consumer_error;
+    int64_t reopen_asked, commit_refused_until;
     char start_error[160];
     int64_t start_error_at;
 

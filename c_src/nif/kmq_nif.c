@@ -41,6 +41,38 @@ static KMQ_NIF(nif_live)
     return map;
 }
 
+struct errors {
+    ErlNifEnv *env;
+    ERL_NIF_TERM list;
+};
+
+static void add_error(void *ctx, int code)
+{
+    struct errors *to = ctx;
+    ERL_NIF_TERM verdict = atoms.reported;
+    switch (kafka_error_verdict(code)) {
+    case KAFKA_RETRIED: verdict = atoms.retried; break;
+    case KAFKA_ANSWERED: verdict = atoms.answered; break;
+    case KAFKA_REPORTED: verdict = atoms.reported; break;
+    case KAFKA_REPLACED: verdict = atoms.replaced; break;
+    case KAFKA_STOPS: verdict = atoms.stops; break;
+    }
+    kafka_error err;
+    kafka_error_set(&err, code, "%s", kafka_error_text(code));
+    ERL_NIF_TERM pair = enif_make_tuple2(to->env, term_kafka_error(to->env, &err), verdict);
+    to->list = enif_make_list_cell(to->env, pair, to->list);
+}
+
+/* [{Error, retried | answered | reported | replaced | stops}], of all that the library knows */
+static KMQ_NIF(nif_errors)
+{
+    (void)argc;
+    (void)argv;
+    struct errors to = {env, enif_make_list(env, 0)};
+    kafka_error_each(add_error, &to);
+    return to.list;
+}
+
 enum { BACKOFF_LIST = 64 };
 
 /* backoff({exponential, Min, Max, Factor, Jitter} | {linear, Min, Max, Step, Jitter} | {list, [Ms], Jitter}, Attempt, U) */
@@ -82,6 +114,7 @@ static KMQ_NIF(nif_backoff)
 static ErlNifFunc functions[] = {
     {"version", 0, nif_version, 0},
     {"live", 0, nif_live, 0},
+    {"errors", 0, nif_errors, 0},
     {"backoff", 3, nif_backoff, 0},
     {"consumer_open", 3, nif_consumer_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_subscribe", 1, nif_consumer_subscribe, ERL_NIF_DIRTY_JOB_IO_BOUND},
@@ -104,7 +137,8 @@ static ErlNifFunc functions[] = {
     {"consumer_pause", 4, nif_consumer_pause, 0},
     {"consumer_seek", 4, nif_consumer_seek, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_set_token", 4, nif_consumer_set_token, 0},
-    {"consumer_test_fatal", 1, nif_consumer_test_fatal, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"consumer_reopen", 1, nif_consumer_reopen, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"consumer_test_fatal", 2, nif_consumer_test_fatal, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"publisher_open", 2, nif_publisher_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"publisher_send", 4, nif_publisher_send, 0},
     {"publisher_space", 1, nif_publisher_space, 0},

@@ -360,6 +360,7 @@ static void leave(engine *e, const kafka_event *event)
 void engine_rebalance_event(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
     e->epoch++;
+    e->commit_refused_until = 0;
     if (event->type == KAFKA_EVENT_ASSIGN) {
         if (!e->config.cooperative &&
             e->n_assigned) { /* a second one replaces the first; the un-assign that still waits is dropped */

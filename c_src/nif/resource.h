@@ -41,6 +41,7 @@ KMQ_NIF(nif_consumer_kill);
 KMQ_NIF(nif_consumer_info);
 KMQ_NIF(nif_consumer_pause);
 KMQ_NIF(nif_consumer_seek);
+KMQ_NIF(nif_consumer_reopen);
 KMQ_NIF(nif_consumer_set_token);
 KMQ_NIF(nif_consumer_test_fatal);
 KMQ_NIF(nif_publisher_open);

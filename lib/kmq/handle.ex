@@ -407,8 +407,8 @@ defmodule Kmq.Handle do
     {:noreply, close_begin(%{state | closers: [from | state.closers]}, timeout)}
   end
 
-  def handle_call(:test_fatal, _from, state) do
-    {:reply, :kmq_nif.consumer_test_fatal(state.ref), poll(state)}
+  def handle_call({:test_fatal, which}, _from, state) do
+    {:reply, :kmq_nif.consumer_test_fatal(state.ref, which), poll(state)}
   end
 
   @impl true
@@ -598,6 +598,32 @@ defmodule Kmq.Handle do
     telemetry([:error], %{count: 1}, state, %{error: error})
     _ = :kmq_nif.consumer_rebuild(state.ref)
     state
+  end
+
+  # The client alone is beyond use: what is in work stays in work, and this handle joins its group again with a new one.
+  defp event({:reopen, error}, state) do
+    error = Error.from_native(error, "the consumer client")
+
+    state =
+      note(state, :reopen, fn ->
+        Logger.error("kmq: #{name(state)}: #{error.message}; it is replaced")
+        telemetry([:error], %{count: 1}, state, %{error: error})
+      end)
+
+    case :kmq_nif.consumer_reopen(state.ref) do
+      {:ok, partitions} ->
+        event({:revoked, 0, partitions, true}, state)
+
+      {:error, :closed} ->
+        state
+
+      {:error, reason} ->
+        error = Error.from_native(reason, "a new consumer client, tried again")
+
+        note(state, :reopen_failed, fn ->
+          Logger.error("kmq: #{name(state)}: #{error.message}")
+        end)
+    end
   end
 
   defp event({:start_failed, what}, state) do

@@ -127,7 +127,7 @@ defmodule Kmq.CommitSafetyTest do
 
           for share <- [1, 2, 3] do
             Scene.await_handled(scene, n, div(n * share, 5))
-            :ok = Worker.test_fatal()
+            :ok = Worker.test_fatal(:producer)
           end
 
           Scene.await_all(scene, n)

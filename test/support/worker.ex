@@ -57,10 +57,11 @@ defmodule Kmq.Test.Worker do
     end
   end
 
-  @doc "Makes the marker producers of its handles fatal."
-  @spec test_fatal(keyword) :: :ok
-  def test_fatal(options \\ []) do
-    Enum.each(handles(options), fn handle -> :ok = GenServer.call(handle.pid, :test_fatal) end)
+  @doc "Makes the clients of its handles fatal: `:producer`, of markers, or `:consumer`."
+  @spec test_fatal(:producer | :consumer, keyword) :: :ok
+  def test_fatal(which, options \\ []) do
+    for handle <- handles(options), do: :ok = GenServer.call(handle.pid, {:test_fatal, which})
+    :ok
   end
 
   defp name(options), do: options[:name] || __MODULE__
