@@ -43,6 +43,7 @@ check() {
         have ps || need ps procps
         have kcat || need kcat kcat
         have faketime || need faketime faketime
+        have openssl || need openssl openssl
         if [ -z "${KMQ_KAFKA:-}" ]; then
             have javac || need "a JDK, 17 or newer" default-jdk-headless
             have mvn || need Maven maven
@@ -61,10 +62,10 @@ give_up() {
     case $what in
     build) extra= extra_arch= extra_fedora= extra_alpine= ;;
     test)
-        extra=" cmocka kcat libfaketime openjdk maven"
-        extra_arch=" cmocka procps-ng kcat libfaketime jdk-openjdk maven"
-        extra_fedora=" libcmocka-devel procps-ng kcat libfaketime java-latest-openjdk-devel maven"
-        extra_alpine=" cmocka-dev procps kcat libfaketime openjdk17 maven"
+        extra=" cmocka kcat openssl libfaketime openjdk maven"
+        extra_arch=" cmocka procps-ng kcat openssl libfaketime jdk-openjdk maven"
+        extra_fedora=" libcmocka-devel procps-ng kcat openssl libfaketime java-latest-openjdk-devel maven"
+        extra_alpine=" cmocka-dev procps kcat openssl libfaketime openjdk17 maven"
         ;;
     lint) extra=" clang-format" extra_arch=" clang" extra_fedora=" clang-tools-extra" extra_alpine=" clang-extra-tools" ;;
     esac

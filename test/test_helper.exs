@@ -8,6 +8,7 @@ seed = Keyword.get(ExUnit.configuration(), :seed) || rem(System.os_time(:microse
 
 needs = [
   integration: Kmq.Test.Kafka.available(),
+  secured: Kmq.Test.SecuredKafka.available(),
   broadway:
     if(Code.ensure_loaded?(Broadway),
       do: :ok,

@@ -10,7 +10,8 @@
 
 struct kafka_admin {
     rd_kafka_t *rk;
-    rd_kafka_queue_t *main;   /* errors and logs: read and dropped */
+    rd_kafka_queue_t *main; /* errors and logs: read, and the one that says why nothing connects is kept */
+    kafka_cause cause;
     rd_kafka_queue_t *result; /* of admin requests; late ones of an earlier call are dropped by their opaque */
     uintptr_t request;        /* number of the latest admin request */
     char *metadata;           /* what kafka_admin_committed has shown */
@@ -52,10 +53,9 @@ void kafka_admin_destroy(kafka_admin *admin)
     free(admin);
 }
 
-int kafka_admin_set_token(kafka_admin *admin, const char *token, int64_t lifetime_ms, const char *principal,
-                          kafka_error *err)
+int kafka_admin_set_token(kafka_admin *admin, const kafka_token *token, kafka_error *err)
 {
-    return kafka_set_token(admin->rk, token, lifetime_ms, principal, err);
+    return kafka_set_token(admin->rk, token, err);
 }
 
 /* ------------------------------------------------------------------ metadata */
@@ -65,9 +65,9 @@ static rd_kafka_resp_err_t metadata(kafka_admin *admin, const char *topic, int t
                                     const rd_kafka_metadata_t **out)
 {
     rd_kafka_topic_t *rkt = topic == NULL ? NULL : rd_kafka_topic_new(admin->rk, topic, NULL);
-    kafka_drop_events(admin->main);
+    kafka_cause_read(&admin->cause, admin->main);
     if (topic != NULL && rkt == NULL) return rd_kafka_last_error();
-    rd_kafka_resp_err_t code = kafka_metadata(admin->rk, rkt, timeout_ms, out);
+    rd_kafka_resp_err_t code = kafka_metadata(admin->rk, rkt, rkt == NULL, &admin->cause, admin->main, timeout_ms, out);
     if (rkt != NULL) rd_kafka_topic_destroy(rkt);
     return code;
 }
@@ -76,10 +76,11 @@ int kafka_admin_cluster_id(kafka_admin *admin, char *buf, size_t cap, int timeou
 {
     int64_t deadline_ms = kafka_now_ms() + timeout_ms;
     const rd_kafka_metadata_t *md;
-    kafka_drop_events(admin->main);
+    kafka_cause_read(&admin->cause, admin->main);
     /* The id comes with any answer about metadata; rd_kafka_clusterid alone waits for a periodic one, for a second. */
-    if (rd_kafka_metadata(admin->rk, 0, NULL, &md, timeout_ms) == RD_KAFKA_RESP_ERR_NO_ERROR)
-        rd_kafka_metadata_destroy(md);
+    rd_kafka_resp_err_t code = kafka_metadata(admin->rk, NULL, false, &admin->cause, admin->main, timeout_ms, &md);
+    if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return kafka_cause_fail(&admin->cause, err, admin->rk, code, "cluster id");
+    rd_kafka_metadata_destroy(md);
     char *id = rd_kafka_clusterid(admin->rk, kafka_left_ms(deadline_ms));
     if (id == NULL) return kafka_fail(err, admin->rk, RD_KAFKA_RESP_ERR__TIMED_OUT, "cluster id");
     snprintf(buf, cap, "%s", id);
@@ -93,7 +94,7 @@ int kafka_admin_partitions(kafka_admin *admin, const char *topic, int timeout_ms
     const rd_kafka_metadata_t *md;
     *n_partitions = *replication = 0;
     rd_kafka_resp_err_t code = metadata(admin, topic, timeout_ms, &md);
-    if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return kafka_fail(err, admin->rk, code, topic);
+    if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return kafka_cause_fail(&admin->cause, err, admin->rk, code, topic);
     code = md->topic_cnt == 1 ? md->topics[0].err : RD_KAFKA_RESP_ERR__BAD_MSG;
     if (code == RD_KAFKA_RESP_ERR_NO_ERROR) {
         *n_partitions = md->topics[0].partition_cnt;
@@ -109,7 +110,7 @@ int kafka_admin_topics(kafka_admin *admin, int timeout_ms, void (*each)(void *ct
 {
     const rd_kafka_metadata_t *md;
     rd_kafka_resp_err_t code = metadata(admin, NULL, timeout_ms, &md);
-    if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return kafka_fail(err, admin->rk, code, "topics");
+    if (code != RD_KAFKA_RESP_ERR_NO_ERROR) return kafka_cause_fail(&admin->cause, err, admin->rk, code, "topics");
     for (int i = 0; i < md->topic_cnt; i++)
         if (md->topics[i].err == RD_KAFKA_RESP_ERR_NO_ERROR)
             each(ctx, md->topics[i].topic, md->topics[i].partition_cnt);
@@ -123,7 +124,7 @@ int kafka_admin_committed(kafka_admin *admin, kafka_partition *partitions, size_
 {
     int result = KAFKA_OK;
     size_t size = 0;
-    kafka_drop_events(admin->main);
+    kafka_cause_read(&admin->cause, admin->main);
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n);
     for (size_t i = 0; i < n; i++)
         rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition);
@@ -157,7 +158,7 @@ done:
 int kafka_admin_commit(kafka_admin *admin, const char *topic, int32_t partition, int64_t offset, int timeout_ms,
                        kafka_error *err)
 {
-    kafka_drop_events(admin->main);
+    kafka_cause_read(&admin->cause, admin->main);
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new(1);
     rd_kafka_queue_t *answer = rd_kafka_queue_new(admin->rk);
     rd_kafka_topic_partition_list_add(list, topic, partition)->offset = offset;
@@ -180,7 +181,7 @@ int kafka_admin_commit(kafka_admin *admin, const char *topic, int32_t partition,
 int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partition, int timeout_ms, int64_t *low,
                            int64_t *high, kafka_error *err)
 {
-    kafka_drop_events(admin->main);
+    kafka_cause_read(&admin->cause, admin->main);
     rd_kafka_resp_err_t code = rd_kafka_query_watermark_offsets(admin->rk, topic, partition, low, high, timeout_ms);
     return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, admin->rk, code, topic);
 }
@@ -188,7 +189,7 @@ int kafka_admin_watermarks(kafka_admin *admin, const char *topic, int32_t partit
 int kafka_admin_offset_for_time(kafka_admin *admin, const char *topic, int32_t partition, int64_t timestamp_ms,
                                 int timeout_ms, int64_t *offset, kafka_error *err)
 {
-    kafka_drop_events(admin->main);
+    kafka_cause_read(&admin->cause, admin->main);
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new(1);
     rd_kafka_topic_partition_t *one = rd_kafka_topic_partition_list_add(list, topic, partition);
     one->offset = timestamp_ms;

@@ -83,6 +83,7 @@ rd_kafka_t *kafka_client_new_with(void (*prepare)(rd_kafka_conf_t *conf, void *c
         return NULL;
     }
     rd_kafka_conf_set_events(conf, events);
+    kafka_cause_words(conf);
     if (prepare != NULL) prepare(conf, ctx);
     rd_kafka_t *rk = rd_kafka_new(type, conf, why, sizeof why);
     if (rk == NULL) {
@@ -95,15 +96,18 @@ rd_kafka_t *kafka_client_new_with(void (*prepare)(rd_kafka_conf_t *conf, void *c
     return rk;
 }
 
-int kafka_set_token(rd_kafka_t *rk, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err)
+int kafka_set_token(rd_kafka_t *rk, const kafka_token *token, kafka_error *err)
 {
+    enum { EXTENSIONS = 32 };
     char why[256];
-    rd_kafka_resp_err_t code;
-    if (token == NULL) {
-        code = rd_kafka_oauthbearer_set_token_failure(rk, principal != NULL ? principal : "no token");
-        return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, rk, code, "token failure");
+    const char *list[2 * EXTENSIONS];
+    size_t n = 0;
+    for (size_t i = 0; i < token->n_extensions && i < EXTENSIONS; i++) {
+        list[n++] = token->extensions[i].name;
+        list[n++] = token->extensions[i].value;
     }
-    code = rd_kafka_oauthbearer_set_token(rk, token, lifetime_ms, principal, NULL, 0, why, sizeof why);
+    rd_kafka_resp_err_t code =
+        rd_kafka_oauthbearer_set_token(rk, token->token, token->expires_ms, token->principal, list, n, why, sizeof why);
     if (code == RD_KAFKA_RESP_ERR_NO_ERROR) return KAFKA_OK;
     kafka_error_set(err, code, "token refused: %s", why);
     return KAFKA_EKAFKA;
@@ -126,21 +130,4 @@ void kafka_pause_ms(int ms)
 {
     struct timespec t = {ms / 1000, ms % 1000 * 1000000L};
     nanosleep(&t, NULL);
-}
-
-rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int timeout_ms,
-                                   const rd_kafka_metadata_t **out)
-{
-    int64_t deadline_ms = kafka_now_ms() + timeout_ms;
-    rd_kafka_resp_err_t code;
-    do {
-        code = rd_kafka_metadata(rk, rkt == NULL, rkt, out, kafka_left_ms(deadline_ms));
-    } while (code == RD_KAFKA_RESP_ERR__TRANSPORT && kafka_left_ms(deadline_ms) > 0);
-    return code;
-}
-
-void kafka_drop_events(rd_kafka_queue_t *queue)
-{
-    rd_kafka_event_t *rkev;
-    while ((rkev = rd_kafka_queue_poll(queue, 0)) != NULL) rd_kafka_event_destroy(rkev);
 }

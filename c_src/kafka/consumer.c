@@ -452,10 +452,9 @@ int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t par
 
 /* ------------------------------------------------------------------ the rest */
 
-int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_t lifetime_ms, const char *principal,
-                             kafka_error *err)
+int kafka_consumer_set_token(kafka_consumer *consumer, const kafka_token *token, kafka_error *err)
 {
-    return kafka_set_token(consumer->rk, token, lifetime_ms, principal, err);
+    return kafka_set_token(consumer->rk, token, err);
 }
 
 int64_t kafka_consumer_end(kafka_consumer *consumer, const char *topic, int32_t partition)

@@ -1,6 +1,7 @@
 /* internal - what the files of this folder share. Nothing outside this folder includes it, or librdkafka.
  *
  *   error.c    codes, names, which errors pass by themselves
+ *   cause.c    why nothing connects
  *   client.c   properties -> a librdkafka client; wake-ups; the live counter
  *   event.c    a librdkafka event -> a kafka_event that owns all it shows
  *   reaper.c   destroying, which may never return
@@ -43,15 +44,28 @@ void kafka_wake_off(rd_kafka_queue_t *queue);
 bool kafka_event_make(rd_kafka_t *rk, rd_kafka_event_t *rkev, kafka_event *event);
 void kafka_error_made(kafka_error *error, rd_kafka_t *rk, rd_kafka_resp_err_t code, const char *text);
 
-/* Metadata of one topic, or of all (rkt NULL); blocks. A connection that broke on the way is tried again while there is time. */
-rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int timeout_ms,
-                                   const rd_kafka_metadata_t **out);
+/* cause.c: why nothing connects. All zero: nothing is known. */
+typedef struct kafka_cause {
+    kafka_error error;
+    bool worded; /* error.text is ours */
+    bool all_down;
+} kafka_cause;
+void kafka_cause_words(rd_kafka_conf_t *conf);
+/* Empties the queue of errors and logs of a client whose calls report their own errors. */
+void kafka_cause_read(kafka_cause *cause, rd_kafka_queue_t *queue);
+bool kafka_cause_final(const kafka_cause *cause); /* waiting does not help */
+void kafka_cause_forget(kafka_cause *cause);
+/* As kafka_fail; where code only says that no broker was there in time, err says why. */
+int kafka_cause_fail(const kafka_cause *cause, kafka_error *err, rd_kafka_t *rk, rd_kafka_resp_err_t code,
+                     const char *what);
+/* Metadata of one topic, of all, or (rkt NULL, all false) of none but the brokers; blocks. A connection that broke on the way is tried again
+ * while there is time, unless the cause is final. */
+rd_kafka_resp_err_t kafka_metadata(rd_kafka_t *rk, rd_kafka_topic_t *rkt, bool all, kafka_cause *cause,
+                                   rd_kafka_queue_t *queue, int timeout_ms, const rd_kafka_metadata_t **out);
 /* A clock for time limits, and what is left to one of its times: never negative. */
 int64_t kafka_now_ms(void);
 int kafka_left_ms(int64_t deadline_ms);
 void kafka_pause_ms(int ms); /* for threads that may wait */
-/* Events that are nobody's: of a client whose calls report their own errors. */
-void kafka_drop_events(rd_kafka_queue_t *queue);
 
 /* record shows message and borrows from it. */
 void kafka_record_make(rd_kafka_message_t *message, kafka_record *record);
@@ -70,7 +84,7 @@ struct kafka_group {
     rd_kafka_consumer_group_metadata_t *metadata;
 };
 
-int kafka_set_token(rd_kafka_t *rk, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err);
+int kafka_set_token(rd_kafka_t *rk, const kafka_token *token, kafka_error *err);
 
 /* The job of destroying one client: allocated when the client is opened, so that destroying cannot fail for memory. */
 typedef struct kafka_reaper {

@@ -56,6 +56,16 @@ typedef struct kafka_property {
     const char *name, *value;
 } kafka_property;
 
+/* For OAUTHBEARER. Borrowed for the call. Without one nothing connects, and nothing fails: the EVENT_TOKEN that asks for it is not repeated,
+ * so whoever answers it tries until it has one. */
+typedef struct kafka_token {
+    const char *token;
+    int64_t expires_ms; /* since 1970 */
+    const char *principal;
+    const kafka_property *extensions;
+    size_t n_extensions;
+} kafka_token;
+
 /* A wake-up: fn is called from librdkafka's threads, on empty -> non-empty, with the queue's lock held: it may not call kafka_*.
  * (With the property `debug` set, library calls log, so fn can also run in the thread that makes a call.)
  * Or fn NULL and fd >= 0: one byte is written to fd, which should be non-blocking. Neither (fn NULL, fd -1): none.
@@ -169,8 +179,7 @@ void kafka_group_put(kafka_group *group); /* NULL is allowed */
  * popped is dropped by librdkafka. */
 int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t partition, int64_t offset,
                         kafka_error *err);
-int kafka_consumer_set_token(kafka_consumer *consumer, const char *token, int64_t lifetime_ms, const char *principal,
-                             kafka_error *err); /* token NULL: failure, err text = principal */
+int kafka_consumer_set_token(kafka_consumer *consumer, const kafka_token *token, kafka_error *err);
 /* The end of an assigned partition as its last Fetch answer told it; local, does not wait. Negative: not known (yet, or any more). */
 int64_t kafka_consumer_end(kafka_consumer *consumer, const char *topic, int32_t partition);
 bool kafka_consumer_lost(kafka_consumer *consumer);
@@ -221,8 +230,7 @@ int kafka_producer_test_fatal(kafka_producer *producer, const char *reason); /* 
 /* What is queued or in flight comes back as failed reports (_PURGE_QUEUE, _PURGE_INFLIGHT). Read the reports until empty after it:
  * for those that this call itself makes there is no wake-up. */
 void kafka_producer_purge(kafka_producer *producer);
-int kafka_producer_set_token(kafka_producer *producer, const char *token, int64_t lifetime_ms, const char *principal,
-                             kafka_error *err);
+int kafka_producer_set_token(kafka_producer *producer, const kafka_token *token, kafka_error *err);
 void kafka_producer_destroy(kafka_producer *producer, void (*done)(void *ctx), void *ctx); /* purges, then reaper */
 
 /* ------------------------------------------------------------------ transactions: every call but open and destroy blocks
@@ -243,8 +251,7 @@ typedef struct kafka_txn_report {
 /* timeout_ms: after which a broker aborts what stays open. Does not block; says nothing to a broker. */
 int kafka_txn_open(const kafka_property *props, size_t n_props, const char *id, int timeout_ms, kafka_txn **out,
                    kafka_error *err);
-int kafka_txn_set_token(kafka_txn *txn, const char *token, int64_t lifetime_ms, const char *principal,
-                        kafka_error *err);
+int kafka_txn_set_token(kafka_txn *txn, const kafka_token *token, kafka_error *err);
 /* Fences whoever has this id, and ends its transaction: aborted, or committed where that had been decided. KAFKA_EDEAD: see err. */
 int kafka_txn_init(kafka_txn *txn, int timeout_ms, kafka_error *err);
 int kafka_txn_begin(kafka_txn *txn, kafka_error *err);
@@ -270,8 +277,7 @@ typedef struct kafka_admin kafka_admin;
 int kafka_admin_open(const kafka_property *props, size_t n_props, kafka_admin **out, kafka_error *err);
 void kafka_admin_destroy(kafka_admin *admin);
 /* OAUTHBEARER: give the token right after open; nothing connects without. */
-int kafka_admin_set_token(kafka_admin *admin, const char *token, int64_t lifetime_ms, const char *principal,
-                          kafka_error *err);
+int kafka_admin_set_token(kafka_admin *admin, const kafka_token *token, kafka_error *err);
 /* "mockCluster..." = the sandbox. */
 int kafka_admin_cluster_id(kafka_admin *admin, char *buf, size_t cap, int timeout_ms, kafka_error *err);
 /* Partition count and replication factor of the first partition. 0 = the topic does not exist (and asking did not create it, on real Kafka;
@@ -306,8 +312,7 @@ int kafka_admin_delete_records(kafka_admin *admin, const char *topic, int32_t pa
 /* ------------------------------------------------------------------ reading by exact offset: blocks; a thread of its own */
 typedef struct kafka_reader kafka_reader;
 int kafka_reader_open(const kafka_property *props, size_t n_props, kafka_reader **out, kafka_error *err);
-int kafka_reader_set_token(kafka_reader *reader, const char *token, int64_t lifetime_ms, const char *principal,
-                           kafka_error *err);
+int kafka_reader_set_token(kafka_reader *reader, const kafka_token *token, kafka_error *err);
 /* Reads the records of one partition at exactly these ascending offsets. each() gets every one found (record borrowed) or NULL when
  * it is gone (retention, compaction, control record): never a neighbour in its place. Seeks over long gaps. Returns 0, or KAFKA_EKAFKA when it
  * could not be read in time: what was not reported is unknown, ask again. */

@@ -242,10 +242,9 @@ void kafka_producer_purge(kafka_producer *producer)
     kafka_wake_on(producer->main, &producer->wake);
 }
 
-int kafka_producer_set_token(kafka_producer *producer, const char *token, int64_t lifetime_ms, const char *principal,
-                             kafka_error *err)
+int kafka_producer_set_token(kafka_producer *producer, const kafka_token *token, kafka_error *err)
 {
-    return kafka_set_token(producer->rk, token, lifetime_ms, principal, err);
+    return kafka_set_token(producer->rk, token, err);
 }
 
 void kafka_producer_destroy(kafka_producer *producer, void (*done)(void *ctx), void *ctx)

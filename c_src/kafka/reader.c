@@ -30,7 +30,8 @@ typedef struct reader_topic {
 
 struct kafka_reader {
     rd_kafka_t *rk;
-    rd_kafka_queue_t *main;  /* errors and logs: read and dropped */
+    rd_kafka_queue_t *main; /* errors and logs: read, and the one that says why nothing connects is kept */
+    kafka_cause cause;
     rd_kafka_queue_t *queue; /* what is being read */
     reader_topic *topics;
     kafka_reaper *reaper;
@@ -91,10 +92,9 @@ fail:
     return result;
 }
 
-int kafka_reader_set_token(kafka_reader *reader, const char *token, int64_t lifetime_ms, const char *principal,
-                           kafka_error *err)
+int kafka_reader_set_token(kafka_reader *reader, const kafka_token *token, kafka_error *err)
 {
-    return kafka_set_token(reader->rk, token, lifetime_ms, principal, err);
+    return kafka_set_token(reader->rk, token, err);
 }
 
 void kafka_reader_destroy(kafka_reader *reader)
@@ -137,9 +137,10 @@ static int look_up(kafka_reader *reader, reader_topic *topic, int32_t partition,
 {
     const rd_kafka_metadata_t *md;
     if (partition >= topic->n_partitions) {
-        rd_kafka_resp_err_t code = kafka_metadata(reader->rk, topic->rkt, timeout_ms, &md);
+        rd_kafka_resp_err_t code =
+            kafka_metadata(reader->rk, topic->rkt, false, &reader->cause, reader->main, timeout_ms, &md);
         if (code != RD_KAFKA_RESP_ERR_NO_ERROR)
-            return kafka_fail(err, reader->rk, code, rd_kafka_topic_name(topic->rkt));
+            return kafka_cause_fail(&reader->cause, err, reader->rk, code, rd_kafka_topic_name(topic->rkt));
         code = md->topic_cnt == 1 ? md->topics[0].err : RD_KAFKA_RESP_ERR__BAD_MSG;
         topic->n_partitions = code == RD_KAFKA_RESP_ERR_NO_ERROR ? md->topics[0].partition_cnt : 0;
         rd_kafka_metadata_destroy(md);
@@ -241,7 +242,7 @@ int kafka_reader_read(kafka_reader *reader, const char *topic, int32_t partition
                       kafka_error *err)
 {
     bool again = true;
-    kafka_drop_events(reader->main);
+    kafka_cause_read(&reader->cause, reader->main);
     reader_topic *named = topic_of(reader, topic, err);
     if (named == NULL) return KAFKA_EKAFKA;
     reading r = {.reader = reader,

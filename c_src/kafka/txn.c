@@ -119,9 +119,9 @@ int kafka_txn_open(const kafka_property *props, size_t n_props, const char *id, 
     return KAFKA_OK;
 }
 
-int kafka_txn_set_token(kafka_txn *txn, const char *token, int64_t lifetime_ms, const char *principal, kafka_error *err)
+int kafka_txn_set_token(kafka_txn *txn, const kafka_token *token, kafka_error *err)
 {
-    return kafka_set_token(txn->rk, token, lifetime_ms, principal, err);
+    return kafka_set_token(txn->rk, token, err);
 }
 
 void kafka_txn_destroy(kafka_txn *txn)

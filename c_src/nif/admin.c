@@ -12,7 +12,8 @@ typedef struct admin {
     kafka_reader *reader; /* opened by the first read */
     kafka_property *props;
     size_t n_props;
-    void *memory; /* of the props */
+    void *memory;            /* of the props */
+    term_token_memory token; /* the reader gets it, too */
 } admin;
 
 void admin_dtor(ErlNifEnv *env, void *object)
@@ -25,6 +26,7 @@ void admin_dtor(ErlNifEnv *env, void *object)
     }
     if (a->reader) kafka_reader_destroy(a->reader);
     enif_free(a->memory);
+    term_token_free(&a->token);
     enif_mutex_destroy(a->lock);
 }
 
@@ -82,6 +84,26 @@ KMQ_NIF(nif_admin_close)
     a->reader = NULL;
     atomic_fetch_sub(&live_admins, 1);
     return leave(env, a, 0, NULL, atoms.ok);
+}
+
+/* admin_set_token(Ref, Token, ExpiresMs, Principal, Extensions): right after the opening, nothing connects without */
+KMQ_NIF(nif_admin_set_token)
+{
+    (void)argc;
+    term_token_memory memory;
+    ERL_NIF_TERM result;
+    if (!term_token(env, argv + 1, &memory)) return enif_make_badarg(env);
+    admin *a = enter(env, argv[0], &result);
+    if (!a) {
+        term_token_free(&memory);
+        return result;
+    }
+    kafka_error err = {0};
+    int rc = kafka_admin_set_token(a->admin, &memory.token, &err);
+    if (!rc && a->reader) rc = kafka_reader_set_token(a->reader, &memory.token, &err);
+    term_token_free(&a->token);
+    a->token = memory;
+    return leave(env, a, rc, &err, atoms.ok);
 }
 
 KMQ_NIF(nif_admin_cluster_id)
@@ -363,6 +385,14 @@ static void keep_record(void *ctx, int64_t offset, const kafka_record *record)
     if (headers != small) enif_free(headers);
 }
 
+static int reader_open(admin *a, kafka_error *err)
+{
+    if (a->reader) return KAFKA_OK;
+    int rc = kafka_reader_open(a->props, a->n_props, &a->reader, err);
+    if (!rc && a->token.text) rc = kafka_reader_set_token(a->reader, &a->token.token, err);
+    return rc;
+}
+
 static ERL_NIF_TERM read_records(ErlNifEnv *env, admin *a, const char *topic, int partition, int64_t from, size_t n,
                                  int timeout)
 {
@@ -371,7 +401,7 @@ static ERL_NIF_TERM read_records(ErlNifEnv *env, admin *a, const char *topic, in
     reading r = {.no_memory = false};
     store_init(&r.store);
     for (size_t i = 0; i < n; i++) offsets[i] = from + (int64_t)i;
-    int rc = a->reader ? 0 : kafka_reader_open(a->props, a->n_props, &a->reader, &err);
+    int rc = reader_open(a, &err);
     if (!rc) rc = kafka_reader_read(a->reader, topic, partition, offsets, n, timeout, keep_record, &r, &err);
     ERL_NIF_TERM list = enif_make_list(env, 0);
     size_t bytes = 0;

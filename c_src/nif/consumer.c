@@ -444,31 +444,21 @@ KMQ_NIF(nif_consumer_test_fatal)
     return unlock_result(env, e, rc, &err);
 }
 
-/* consumer_set_token(Ref, Token | nil, LifetimeMs, Principal | ErrorText) */
+/* consumer_set_token(Ref, Token, ExpiresMs, Principal, Extensions): for the consumer and its producer */
 KMQ_NIF(nif_consumer_set_token)
 {
     (void)argc;
-    ErlNifSInt64 lifetime;
-    char *token = term_string(env, argv[1]), *principal = term_string(env, argv[3]);
-    if (!principal || !enif_get_int64(env, argv[2], &lifetime)) {
-        enif_free(token);
-        enif_free(principal);
-        return enif_make_badarg(env);
-    }
+    term_token_memory memory;
     engine *e = get_engine(env, argv[0]);
+    if (!e || !term_token(env, argv + 1, &memory)) return enif_make_badarg(env);
     kafka_error err = {0};
     int rc = 0;
-    ERL_NIF_TERM result = atoms.ok;
-    if (e) {
-        enif_mutex_lock(e->lock);
-        if (e->consumer) rc = kafka_consumer_set_token(e->consumer, token, lifetime, principal, &err);
-        if (e->producer && !rc) rc = kafka_producer_set_token(e->producer, token, lifetime, principal, &err);
-        enif_mutex_unlock(e->lock);
-        if (rc) result = term_error(env, &err);
-    }
-    enif_free(token);
-    enif_free(principal);
-    return e ? result : enif_make_badarg(env);
+    enif_mutex_lock(e->lock);
+    if (e->consumer) rc = kafka_consumer_set_token(e->consumer, &memory.token, &err);
+    if (e->producer && !rc) rc = kafka_producer_set_token(e->producer, &memory.token, &err);
+    enif_mutex_unlock(e->lock);
+    term_token_free(&memory);
+    return rc ? term_error(env, &err) : atoms.ok;
 }
 
 /* ------------------------------------------------------------------ settle: any process, no engine lock */

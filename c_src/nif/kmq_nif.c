@@ -136,7 +136,7 @@ static ErlNifFunc functions[] = {
     {"consumer_info", 1, nif_consumer_info, 0},
     {"consumer_pause", 4, nif_consumer_pause, 0},
     {"consumer_seek", 4, nif_consumer_seek, ERL_NIF_DIRTY_JOB_IO_BOUND},
-    {"consumer_set_token", 4, nif_consumer_set_token, 0},
+    {"consumer_set_token", 5, nif_consumer_set_token, 0},
     {"consumer_reopen", 1, nif_consumer_reopen, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_test_fatal", 2, nif_consumer_test_fatal, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"publisher_open", 2, nif_publisher_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
@@ -145,7 +145,7 @@ static ErlNifFunc functions[] = {
     {"publisher_poll", 1, nif_publisher_poll, 0},
     {"publisher_queued", 1, nif_publisher_queued, 0},
     {"publisher_close", 1, nif_publisher_close, 0},
-    {"publisher_set_token", 4, nif_publisher_set_token, 0},
+    {"publisher_set_token", 5, nif_publisher_set_token, 0},
     {"admin_open", 1, nif_admin_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"admin_close", 1, nif_admin_close, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"admin_cluster_id", 2, nif_admin_cluster_id, ERL_NIF_DIRTY_JOB_IO_BOUND},
@@ -160,6 +160,7 @@ static ErlNifFunc functions[] = {
     {"admin_offset_for_time", 5, nif_admin_offset_for_time, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"admin_delete_records", 5, nif_admin_delete_records, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"admin_commit", 5, nif_admin_commit, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"admin_set_token", 5, nif_admin_set_token, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"admin_read", 6, nif_admin_read, ERL_NIF_DIRTY_JOB_IO_BOUND},
 };
 

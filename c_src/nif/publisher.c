@@ -422,18 +422,21 @@ KMQ_NIF(nif_publisher_queued)
     return enif_make_int(env, queued);
 }
 
-/* publisher_set_token(Ref, Token | nil, LifetimeMs, Principal | ErrorText) */
+/* publisher_set_token(Ref, Token, ExpiresMs, Principal, Extensions) */
 KMQ_NIF(nif_publisher_set_token)
 {
     (void)argc;
-    ErlNifSInt64 lifetime;
-    if (!enif_get_int64(env, argv[2], &lifetime)) return enif_make_badarg(env);
-    PUBLISHER_OR_RETURN(p)
-    char *token = term_string(env, argv[1]), *principal = term_string(env, argv[3]);
+    term_token_memory memory;
+    publisher *p;
+    if (!enif_get_resource(env, argv[0], publisher_type, (void **)&p) || !term_token(env, argv + 1, &memory))
+        return enif_make_badarg(env);
     kafka_error err = {0};
-    int rc = kafka_producer_set_token(p->producer, token, lifetime, principal ? principal : "", &err);
+    int rc = 0;
+    enif_mutex_lock(p->lock);
+    bool open = p->producer != NULL;
+    if (open) rc = kafka_producer_set_token(p->producer, &memory.token, &err);
     enif_mutex_unlock(p->lock);
-    enif_free(token);
-    enif_free(principal);
+    term_token_free(&memory);
+    if (!open) return term_error_atom(env, atoms.closed);
     return rc ? term_error(env, &err) : atoms.ok;
 }

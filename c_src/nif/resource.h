@@ -66,5 +66,6 @@ KMQ_NIF(nif_admin_offset_for_time);
 KMQ_NIF(nif_admin_delete_records);
 KMQ_NIF(nif_admin_commit);
 KMQ_NIF(nif_admin_read);
+KMQ_NIF(nif_admin_set_token);
 
 #endif

@@ -67,6 +67,32 @@ bool term_properties(ErlNifEnv *env, ERL_NIF_TERM list, kafka_property **out, si
     return true;
 }
 
+bool term_token(ErlNifEnv *env, const ERL_NIF_TERM argv[4], term_token_memory *out)
+{
+    kafka_property *extensions;
+    ErlNifSInt64 expires_ms;
+    *out = (term_token_memory){0};
+    char *token = term_string(env, argv[0]), *principal = term_string(env, argv[2]);
+    if (!token || !principal || !enif_get_int64(env, argv[1], &expires_ms) ||
+        !term_properties(env, argv[3], &extensions, &out->token.n_extensions, &out->extensions)) {
+        enif_free(token);
+        enif_free(principal);
+        return false;
+    }
+    out->token.token = out->text = token;
+    out->token.principal = out->principal = principal;
+    out->token.expires_ms = expires_ms;
+    out->token.extensions = extensions;
+    return true;
+}
+
+void term_token_free(term_token_memory *memory)
+{
+    enif_free(memory->text);
+    enif_free(memory->principal);
+    enif_free(memory->extensions);
+}
+
 bool term_map_int64(ErlNifEnv *env, ERL_NIF_TERM map, ERL_NIF_TERM key, int64_t *out)
 {
     ERL_NIF_TERM value;

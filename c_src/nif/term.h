@@ -10,6 +10,14 @@
 bool term_properties(ErlNifEnv *env, ERL_NIF_TERM list, kafka_property **out, size_t *n, void **memory);
 /* A binary as a NUL-terminated copy (enif_free); NULL when it is not a binary or has a NUL inside. */
 char *term_string(ErlNifEnv *env, ERL_NIF_TERM term);
+/* A token with what holds it: token, end of life (ms since 1970), principal, extensions. False: something else. */
+typedef struct term_token_memory {
+    kafka_token token;
+    char *text, *principal;
+    void *extensions;
+} term_token_memory;
+bool term_token(ErlNifEnv *env, const ERL_NIF_TERM argv[4], term_token_memory *out);
+void term_token_free(term_token_memory *memory);
 bool term_map_int64(ErlNifEnv *env, ERL_NIF_TERM map, ERL_NIF_TERM key, int64_t *out);
 ERL_NIF_TERM term_binary(ErlNifEnv *env, const void *bytes, size_t size);
 ERL_NIF_TERM term_text(ErlNifEnv *env, const char *text);

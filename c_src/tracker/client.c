@@ -7,14 +7,17 @@
 
 typedef struct thread_keep {
     const tracker_config *config; /* does not change once threads run */
+    tracker_token *token;
     kafka_admin *group, *tracker;
     kafka_reader *reader;
+    uint32_t group_token, tracker_token, reader_token; /* versions that they have */
 } thread_keep;
 
-void *tracker_thread_new(const tracker_config *config)
+void *tracker_thread_new(const tracker_config *config, tracker_token *token)
 {
     thread_keep *keep = tracker_alloc(sizeof *keep);
     keep->config = config;
+    keep->token = token;
     return keep;
 }
 
@@ -29,26 +32,28 @@ static kafka_property *props_of(const tracker_config *config, const kafka_proper
     return props;
 }
 
-static kafka_admin *admin(kafka_admin **kept, const tracker_config *config, const char *group, kafka_error *err)
+static kafka_admin *admin(kafka_admin **kept, thread_keep *keep, uint32_t *seen, const char *group, kafka_error *err)
 {
     size_t n;
-    if (*kept) return *kept;
-    kafka_property *props = props_of(config, NULL, 0, group, &n);
-    if (kafka_admin_open(props, n, kept, err) != KAFKA_OK) *kept = NULL;
-    free(props);
+    if (!*kept) {
+        kafka_property *props = props_of(keep->config, NULL, 0, group, &n);
+        if (kafka_admin_open(props, n, kept, err) != KAFKA_OK) *kept = NULL;
+        free(props);
+    }
+    if (*kept && tracker_token_give_admin(keep->token, seen, *kept, err) != KAFKA_OK) return NULL;
     return *kept;
 }
 
 kafka_admin *tracker_group_admin(void *thread, kafka_error *err)
 {
     thread_keep *keep = thread;
-    return admin(&keep->group, keep->config, keep->config->group, err);
+    return admin(&keep->group, keep, &keep->group_token, keep->config->group, err);
 }
 
 kafka_admin *tracker_tracker_admin(void *thread, kafka_error *err)
 {
     thread_keep *keep = thread;
-    return admin(&keep->tracker, keep->config, keep->config->tracker_group, err);
+    return admin(&keep->tracker, keep, &keep->tracker_token, keep->config->tracker_group, err);
 }
 
 kafka_reader *tracker_reader(void *thread, kafka_error *err)
@@ -59,9 +64,12 @@ kafka_reader *tracker_reader(void *thread, kafka_error *err)
                                           {"queued.max.messages.kbytes", "16384"}};
     thread_keep *keep = thread;
     size_t n;
-    if (keep->reader) return keep->reader;
-    kafka_property *props = props_of(keep->config, ours, sizeof ours / sizeof ours[0], NULL, &n);
-    if (kafka_reader_open(props, n, &keep->reader, err) != KAFKA_OK) keep->reader = NULL;
-    free(props);
+    if (!keep->reader) {
+        kafka_property *props = props_of(keep->config, ours, sizeof ours / sizeof ours[0], NULL, &n);
+        if (kafka_reader_open(props, n, &keep->reader, err) != KAFKA_OK) keep->reader = NULL;
+        free(props);
+    }
+    if (keep->reader && tracker_token_give_reader(keep->token, &keep->reader_token, keep->reader, err) != KAFKA_OK)
+        return NULL;
     return keep->reader;
 }

@@ -10,12 +10,14 @@
  *                     format => range | kmq, max_redeliveries => N, dead_letter_oversize => wait | pointer, backoff => Bin, count_header => Bin, rate => N,
  *                     checkpoint_records => N, checkpoint_pause_ms => Ms, checkpoint_age_ms => Ms, trim_markers => true | false, trim_records => N}
  *                                                                -> ok | {error, already_configured | {badarg, Field}}
+ *   token           #{token := Bin, expires_ms := Ms since 1970, principal := Bin, extensions => [{Name, Value}]}
+ *                                                                -> ok | {error, {badarg, Field}}; before configure and whenever wanted
  *   info            _                                            -> #{state, uptime_ms, partitions => [#{...}], ...}
  *   ping            _                                            -> pong
  *   stop            _                                            -> ok, when commits are made and the group is left; then wait for exit
  *   anything else                                                -> {error, unknown_command}
  *
- *   Events: started; assigned, revoked #{partitions => [{MarkerTopic, P}]}; ready #{topic, partition, open, markers, loaded, ms};
+ *   Events: token (an OAUTHBEARER token is wanted: told again every 10 s until it comes); started; assigned, revoked #{partitions => [{MarkerTopic, P}]}; ready #{topic, partition, open, markers, loaded, ms};
  *   checkpoint #{topic, partition, as_of, open, parts, bytes};
  *   redelivered, dead_lettered #{topic, partition, cause, count, lateness_ms (mean), lateness_max_ms, lateness_min_ms};
  *   gone #{topic, partition, count, offset}; malformed #{topic, partition, malformed, foreign, offset} (counts since the last one);
@@ -47,10 +49,8 @@ int tracker_command_decode(const uint8_t *frame, size_t len, tracker_command *ou
         const char *name;
         tracker_verb verb;
     } verbs[] = {
-        {"configure", TRACKER_CONFIGURE},
-        {"info", TRACKER_INFO},
-        {"ping", TRACKER_PING},
-        {"stop", TRACKER_STOP},
+        {"configure", TRACKER_CONFIGURE}, {"token", TRACKER_TOKEN}, {"info", TRACKER_INFO},
+        {"ping", TRACKER_PING},           {"stop", TRACKER_STOP},
     };
     *out = (tracker_command){.id = id, .verb = TRACKER_UNKNOWN, .args = bytes, .at = at};
     for (size_t i = 0; i < sizeof verbs / sizeof verbs[0]; i++)
@@ -115,17 +115,18 @@ static bool list_end(const char *bytes, int *at, int n)
     return n == 0 || (ei_decode_list_header(bytes, at, &tail) == 0 && tail == 0);
 }
 
-static bool set_props(const char *bytes, int *at, tracker_config *config)
+/* What has been taken when it fails is in *props, too. */
+static bool set_props(const char *bytes, int *at, kafka_property **props, size_t *n_props)
 {
-    if (config->props) return false;
+    if (*props) return false;
     int n = list_begin(bytes, at, PROPS_MAX);
     if (n < 0) return false;
-    config->props = calloc((size_t)n + 1, sizeof *config->props);
-    if (!config->props) return false;
+    *props = calloc((size_t)n + 1, sizeof **props);
+    if (!*props) return false;
     for (int i = 0; i < n; i++) {
         int arity;
         if (ei_decode_tuple_header(bytes, at, &arity) || arity != 2) return false;
-        kafka_property *p = &config->props[config->n_props++];
+        kafka_property *p = &(*props)[(*n_props)++];
         if (!(p->name = take_text(bytes, at)) || !(p->value = take_text(bytes, at))) return false;
     }
     return list_end(bytes, at, n);
@@ -197,7 +198,7 @@ const char *tracker_config_decode(const tracker_command *command, tracker_config
         if (!key_of(bytes, &at, key)) goto fail;
         bool ok;
         if (strcmp(key, "props") == 0)
-            wrong = "props", ok = set_props(bytes, &at, config);
+            wrong = "props", ok = set_props(bytes, &at, &config->props, &config->n_props);
         else if (strcmp(key, "group") == 0)
             wrong = "group", ok = set_text(bytes, &at, &config->group);
         else if (strcmp(key, "tracker_group") == 0)
@@ -243,6 +244,37 @@ const char *tracker_config_decode(const tracker_command *command, tracker_config
     if (!wrong) return NULL;
 fail:
     tracker_config_free(config);
+    return wrong;
+}
+
+const char *tracker_token_decode(const tracker_command *command, kafka_token *out)
+{
+    const char *bytes = command->args, *wrong = "args";
+    int at = command->at, pairs;
+    char *token = NULL, *principal = NULL;
+    kafka_property *extensions = NULL;
+    *out = (kafka_token){.token = NULL};
+    bool ok = ei_decode_map_header(bytes, &at, &pairs) == 0;
+    for (int i = 0; ok && i < pairs; i++) {
+        char key[NAME_MAX_BYTES];
+        wrong = "args";
+        if (!key_of(bytes, &at, key))
+            ok = false;
+        else if (strcmp(key, "token") == 0)
+            wrong = "token", ok = set_text(bytes, &at, &token) && token[0];
+        else if (strcmp(key, "expires_ms") == 0)
+            wrong = "expires_ms", ok = set_number(bytes, &at, &out->expires_ms);
+        else if (strcmp(key, "principal") == 0)
+            wrong = "principal", ok = set_text(bytes, &at, &principal);
+        else if (strcmp(key, "extensions") == 0)
+            wrong = "extensions", ok = set_props(bytes, &at, &extensions, &out->n_extensions);
+        else
+            ok = ei_skip_term(bytes, &at) == 0;
+    }
+    if (ok) wrong = !token ? "token" : !principal ? "principal" : !out->expires_ms ? "expires_ms" : NULL;
+    out->token = token;
+    out->principal = principal;
+    out->extensions = extensions;
     return wrong;
 }
 

@@ -39,7 +39,14 @@ typedef struct tracker_config {
 void tracker_config_defaults(tracker_config *config);
 void tracker_config_free(tracker_config *config);
 
-typedef enum tracker_verb { TRACKER_CONFIGURE, TRACKER_INFO, TRACKER_PING, TRACKER_STOP, TRACKER_UNKNOWN } tracker_verb;
+typedef enum tracker_verb {
+    TRACKER_CONFIGURE,
+    TRACKER_TOKEN,
+    TRACKER_INFO,
+    TRACKER_PING,
+    TRACKER_STOP,
+    TRACKER_UNKNOWN
+} tracker_verb;
 
 typedef struct tracker_command {
     int64_t id;
@@ -52,6 +59,9 @@ typedef struct tracker_command {
 int tracker_command_decode(const uint8_t *frame, size_t len, tracker_command *out);
 /* Fills config from a configure's arguments. NULL, or the name of what is missing or wrong (static); config is freed then. */
 const char *tracker_config_decode(const tracker_command *command, tracker_config *config);
+
+/* The token of a token command, all strings owned. NULL, or what is missing or wrong (static). */
+const char *tracker_token_decode(const tracker_command *command, kafka_token *out);
 
 /* Replies and events are written into a buffer of the caller, begun with the version byte. */
 void tracker_reply_begin(ei_x_buff *out, int64_t id);                  /* {Id, ... one term follows */

@@ -147,6 +147,62 @@ static void reply_error(tracker *t, int64_t id, const char *reason, const char *
     tracker_event_send(t);
 }
 
+/* ------------------------------------------------------------------ tokens */
+
+enum { TOKEN_AGAIN_MS = 10000, TOKEN_FILE_MS = 30000, TOKEN_FILE_AGAIN_MS = 5000, TOKEN_LEAST_MS = 1000 };
+
+static int64_t wall_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* To the loop's own clients; the helper threads look for themselves. */
+static void token_give(tracker *t)
+{
+    kafka_error err;
+    if (tracker_token_give(&t->token, &t->token_seen, t->consumer, t->producer, &err) != KAFKA_OK)
+        tracker_alarm(t, &t->alarm_ms[ALARM_TOKEN], "token", NULL, -1, "%s", err.text);
+}
+
+static void token_file(tracker *t)
+{
+    kafka_token fresh;
+    const char *wrong = tracker_token_read(t->token_file, &fresh);
+    t->token_ask_ms = t->now_ms + (wrong ? TOKEN_FILE_AGAIN_MS : TOKEN_FILE_MS);
+    if (wrong) {
+        tracker_alarm(t, &t->alarm_ms[ALARM_TOKEN], "token", NULL, -1, "token_file: %s: %s", t->token_file, wrong);
+        return;
+    }
+    if (t->token.token.token && strcmp(t->token.token.token, fresh.token) == 0 &&
+        t->token.token.expires_ms - wall_ms() > fresh.expires_ms - t->token.token.expires_ms) {
+        tracker_token_clear(&fresh); /* the same, and young enough */
+        return;
+    }
+    tracker_token_set(&t->token, &fresh);
+}
+
+/* A token is asked for at 80 % of the life of the one before, and again until it comes. */
+static void token_step(tracker *t)
+{
+    if (t->now_ms >= t->token_ask_ms) {
+        if (t->token_file) {
+            token_file(t);
+        } else {
+            t->token_ask_ms = t->now_ms + TOKEN_AGAIN_MS;
+            tracker_event_begin(&t->scratch, "token", 0);
+            tracker_event_send(t);
+        }
+    }
+    token_give(t);
+}
+
+void tracker_token_want(tracker *t)
+{
+    if (t->token_ask_ms == INT64_MAX) t->token_ask_ms = t->now_ms;
+}
+
 /* ------------------------------------------------------------------ parts */
 
 tracker_queue *tracker_queue_of(tracker *t, const char *markers)
@@ -343,6 +399,7 @@ static void check_done(helper_job *job, void *owner)
         tracker_error_event(t, &err);
         goto done;
     }
+    t->token_seen = 0; /* the consumer is new */
     t->mode = MODE_RUNNING;
     tracker_event_begin(&t->scratch, "started", 0);
     tracker_event_send(t);
@@ -373,7 +430,7 @@ static void begin(tracker *t)
     }
     tracker_rate_init(&t->rate, t->config.rate, t->now_ms);
     for (size_t i = 0; i < sizeof t->threads / sizeof t->threads[0]; i++)
-        t->threads[i] = tracker_thread_new(&t->config);
+        t->threads[i] = tracker_thread_new(&t->config, &t->token);
     if (helper_start(&t->asks, t->jobs_wake[1], t->threads, 1) ||
         helper_start(&t->loads, t->jobs_wake[1], t->threads + 1, 2) ||
         helper_start(&t->reads, t->jobs_wake[1], t->threads + 3, 5)) {
@@ -398,6 +455,22 @@ static void configure(tracker *t, const tracker_command *command)
         return;
     }
     begin(t);
+    reply_atom(t, command->id, "ok");
+}
+
+static void take_token(tracker *t, const tracker_command *command)
+{
+    kafka_token fresh;
+    const char *wrong = tracker_token_decode(command, &fresh);
+    if (wrong) {
+        tracker_token_clear(&fresh);
+        reply_error(t, command->id, "badarg", wrong);
+        return;
+    }
+    int64_t left = fresh.expires_ms - wall_ms();
+    t->token_ask_ms = t->now_ms + (left / 5 * 4 > TOKEN_LEAST_MS ? left / 5 * 4 : TOKEN_LEAST_MS);
+    tracker_token_set(&t->token, &fresh);
+    token_give(t);
     reply_atom(t, command->id, "ok");
 }
 
@@ -574,6 +647,7 @@ static void run_command(tracker *t, const tracker_command *command)
 {
     switch (command->verb) {
     case TRACKER_CONFIGURE: configure(t, command); break;
+    case TRACKER_TOKEN: take_token(t, command); break;
     case TRACKER_INFO: reply_info(t, command->id); break;
     case TRACKER_PING: reply_atom(t, command->id, "pong"); break;
     case TRACKER_STOP:
@@ -634,10 +708,7 @@ static void consumer_events(tracker *t)
             }
             break;
         case KAFKA_EVENT_LOG: tracker_log_event(t, event.level, event.text); break;
-        case KAFKA_EVENT_TOKEN:
-            tracker_alarm(t, &t->alarm_ms[ALARM_TOKEN], "oauthbearer", NULL, -1,
-                          "the tracker needs a way to get tokens by itself");
-            break;
+        case KAFKA_EVENT_TOKEN: tracker_token_want(t); break;
         case KAFKA_EVENT_STATS:
         case KAFKA_EVENT_NONE: break;
         }
@@ -669,6 +740,7 @@ static int next_deadline(const tracker *t)
     if (t->mode >= MODE_REVOKING) least(&wait, t->step_until_ms - now);
     if (t->mode == MODE_CLOSING) least(&wait, 5); /* closed() has no wake-up of its own */
     for (const tracker_part *part = t->parts; part; part = part->next) least(&wait, tracker_part_wait(t, part));
+    if (t->token_ask_ms != INT64_MAX) least(&wait, t->token_ask_ms - now);
     least(&wait, t->tick_ms - now);
     least(&wait, t->commit_ms - now);
     least(&wait, t->sums_ms - now);
@@ -696,6 +768,7 @@ static void metrics(tracker *t)
 
 static void turn(tracker *t)
 {
+    token_step(t);
     consumer_events(t);
     jobs_done(t);
     tracker_producer_step(t);
@@ -818,6 +891,8 @@ static tracker *open_loop(int in_fd, int out_fd, int signal_fd)
     t->signal_fd = signal_fd;
     t->now_ms = t->started_ms = tracker_now_ms();
     t->sent.next = t->sent.previous = &t->sent;
+    tracker_token_init(&t->token);
+    t->token_ask_ms = INT64_MAX;
     t->instance = random_bits() & ~UINT64_C(0xffffffff);
     if (ei_x_new(&t->scratch) || make_pipe(t->records_wake) || make_pipe(t->control_wake) ||
         make_pipe(t->producer_wake) || make_pipe(t->jobs_wake)) {
@@ -870,6 +945,8 @@ int tracker_run_daemon(tracker_settings *settings, int out_fd, int signal_fd)
     t->metrics_interval_ms = settings->metrics_interval_ms;
     t->config = settings->config;
     settings->config = (tracker_config){0};
+    t->token_file = settings->token_file;
+    if (t->token_file) token_file(t); /* before anything connects */
     begin(t);
     serve(t);
     tracker_daemon_metrics(t->daemon);

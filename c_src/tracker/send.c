@@ -320,6 +320,7 @@ bool tracker_producer_open(tracker *t, kafka_error *err)
         t->producer = NULL;
         return false;
     }
+    t->token_seen = 0; /* the new one has none */
     for (size_t i = 0; i < t->config.n_queues; i++) {
         tracker_queue *queue = &t->queues[i];
         tracker_target *targets[] = {&queue->copies, &queue->dead_letters};
@@ -376,6 +377,7 @@ void tracker_producer_step(tracker *t)
     bool fatal = false;
     while (kafka_producer_poll(t->producer, &event)) {
         if (event.type == KAFKA_EVENT_LOG) tracker_log_event(t, event.level, event.text);
+        if (event.type == KAFKA_EVENT_TOKEN) tracker_token_want(t);
         if (event.type == KAFKA_EVENT_ERROR) {
             tracker_error_event(t, &event.error);
             fatal |= event.error.fatal;

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 enum { LINE_BYTES = 8192, SECRET_BYTES = 65536 };
 
@@ -203,6 +204,7 @@ static outcome set(reading *r, const char *key, char **value)
                   : strcmp(key, "tracker_group") == 0 ? &config->tracker_group
                   : strcmp(key, "count_header") == 0  ? &config->count_header
                   : strcmp(key, "metrics_file") == 0  ? &settings->metrics_file
+                  : strcmp(key, "token_file") == 0    ? &settings->token_file
                   : strncmp(key, "queue.", 6) == 0    ? queue_field(config, key)
                                                       : NULL;
     return text ? set_text(text, value) : UNKNOWN;
@@ -210,14 +212,27 @@ static outcome set(reading *r, const char *key, char **value)
 
 /* ------------------------------------------------------------------ the whole */
 
+static const char *prop(const tracker_config *config, const char *name)
+{
+    for (size_t i = 0; i < config->n_props; i++)
+        if (strcmp(config->props[i].name, name) == 0) return config->props[i].value;
+    return "";
+}
+
+/* A mechanism that needs tokens, and nobody who gives any: without, nothing would ever connect, and nothing say so. */
+static bool tokenless(const tracker_settings *settings)
+{
+    const tracker_config *config = &settings->config;
+    bool bearer = strcasecmp(prop(config, "sasl.mechanism"), "OAUTHBEARER") == 0 ||
+                  strcasecmp(prop(config, "sasl.mechanisms"), "OAUTHBEARER") == 0;
+    return bearer && !settings->token_file && strcmp(prop(config, "sasl.oauthbearer.method"), "oidc") != 0 &&
+           strcmp(prop(config, "enable.sasl.oauthbearer.unsecure.jwt"), "true") != 0;
+}
+
 /* NULL, or the name of what is missing. */
 static const char *complete(tracker_config *config)
 {
-    bool servers = false;
-    for (size_t i = 0; i < config->n_props; i++)
-        servers |= strcmp(config->props[i].name, "bootstrap.servers") == 0 ||
-                   strcmp(config->props[i].name, "metadata.broker.list") == 0;
-    if (!servers) return "kafka.bootstrap.servers";
+    if (!*prop(config, "bootstrap.servers") && !*prop(config, "metadata.broker.list")) return "kafka.bootstrap.servers";
     if (!config->group || !config->group[0]) return "group";
     if (config->n_queues == 0) return "queue";
     if (!config->tracker_group) config->tracker_group = joined(config->group, "__kmq_tracker", "", "");
@@ -272,7 +287,13 @@ const char *tracker_settings_read(const char *path, tracker_settings *out)
     fclose(file);
     if (!error) {
         const char *missing = complete(&out->config);
-        if (missing) error = wrong(path, 0, "%s is missing", missing);
+        if (missing)
+            error = wrong(path, 0, "%s is missing", missing);
+        else if (tokenless(out))
+            error = wrong(
+                path, 0,
+                "OAUTHBEARER needs token_file = FILE (the token in its first line, read again every 30 s), or (where "
+                "librdkafka has it) kafka.sasl.oauthbearer.method = oidc");
     }
     if (error) tracker_settings_free(out);
     return error;
@@ -282,5 +303,6 @@ void tracker_settings_free(tracker_settings *settings)
 {
     tracker_config_free(&settings->config);
     free(settings->metrics_file);
+    free(settings->token_file);
     *settings = (tracker_settings){0};
 }

@@ -8,6 +8,8 @@
  *      kafka.sasl.password = env:KAFKA_PASSWORD               a value from the environment ...
  *      kafka.ssl.key.password = file:/run/secrets/key         ... or from a file, without the newline at its end
  *
+ *      token_file = /run/secrets/token              for sasl.mechanism OAUTHBEARER: read when needed, again every 30 s
+ *
  * So secrets are never in argv, and need not be in this file. An unknown key, a key that comes twice and a value that does not fit are
  * refused with the number of the line.
  *
@@ -21,6 +23,7 @@ typedef struct tracker_settings {
     tracker_config config; /* all strings owned */
     bool json;             /* log lines as JSON, else as text */
     char *metrics_file;    /* NULL = none */
+    char *token_file;      /* of OAUTHBEARER, read again every 30 s; NULL = none */
     int64_t metrics_interval_ms;
     int64_t log_level; /* syslog's: of librdkafka's lines, the most talkative that is shown */
 } tracker_settings;

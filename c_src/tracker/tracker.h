@@ -43,6 +43,7 @@
 #include "marker.h"
 #include "pace.h"
 #include "reference.h"
+#include "token.h"
 
 enum {
     TRACKER_BATCH = 1000,            /* due offsets per read of Q */
@@ -287,6 +288,11 @@ struct tracker {
     helper_job *recover_waiting; /* failed: tried again at recover_retry_ms */
     bool checking;
 
+    tracker_token token;
+    uint32_t token_seen;    /* the version that consumer and producer have */
+    int64_t token_ask_ms;   /* when the next one is asked for, or read; INT64_MAX = never */
+    const char *token_file; /* the daemon's; NULL = the owner gives tokens */
+
     uint64_t instance; /* high bits random, low bits count CLOCKs */
     void *threads[8];  /* what the helper threads keep: one that asks, one that trims, one that loads, five that read */
     tracker_send sent; /* ring */
@@ -324,6 +330,7 @@ void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char 
                    const char *format, ...) __attribute__((format(printf, 6, 7)));
 void tracker_error_event(tracker *t, const kafka_error *err);
 void tracker_log_event(tracker *t, int level, const char *text);
+void tracker_token_want(tracker *t); /* a client asked for one */
 
 /* recover.c: where to begin */
 void tracker_recover(tracker *t, const kafka_partition *partitions,
@@ -343,7 +350,7 @@ void tracker_trim_step(tracker *t, tracker_part *part);
 kafka_admin *tracker_group_admin(void *thread, kafka_error *err);   /* reads the consumer group's commits */
 kafka_admin *tracker_tracker_admin(void *thread, kafka_error *err); /* reads the tracker group's */
 kafka_reader *tracker_reader(void *thread, kafka_error *err);
-void *tracker_thread_new(const tracker_config *config);
+void *tracker_thread_new(const tracker_config *config, tracker_token *token);
 
 /* send.c: the producer */
 bool tracker_producer_open(tracker *t, kafka_error *err);

@@ -14,7 +14,7 @@ defmodule Kmq.Config do
   # that large because librdkafka before 2.2 rests a whole second each time a queue is full: a queue must hold a second's worth.
   # Many partitions and little memory: lower both through `kafka_config: [consumer: [...]]`.
 
-  alias Kmq.{Error, Options}
+  alias Kmq.{Error, Options, Security}
 
   @derive {Inspect,
            except: [
@@ -43,7 +43,8 @@ defmodule Kmq.Config do
   ]
   defstruct Enum.map(@options, &{&1, nil}) ++ @derived
 
-  @type props :: [{binary, binary}]
+  @typedoc "Secrets in it are functions: see Kmq.Security."
+  @type props :: Security.props()
   @type t :: %__MODULE__{
           hosts: [{String.t(), 1..65_535}],
           topics: [String.t()],
@@ -66,16 +67,29 @@ defmodule Kmq.Config do
   def new(options, kind \\ :producer) do
     with {:ok, valid} <- Options.validate(options, kind),
          {:ok, topics} <- derive_topics(valid),
-         {:ok, security} <- security(valid[:client_config]),
+         {:ok, security} <- Security.props(valid[:client_config]),
          :ok <- timing(valid),
-         :ok <- assignor(valid[:assignor], :kmq_nif.version()) do
+         :ok <- assignor(valid[:assignor], :kmq_nif.version()),
+         valid = hide(valid),
+         config = build(valid, kind, topics, security),
+         :ok <- whole(config.admin_props) do
       idle = Options.idle(options)
       idle != [] && warn_idle(idle)
-      {:ok, %{build(valid, kind, topics, security) | ordering: ordering(valid, options)}}
+      {:ok, %{config | ordering: ordering(valid, options)}}
     else
       {:error, message} -> {:error, Error.new(:invalid_option, message)}
     end
   end
+
+  defp whole(props) do
+    case Security.problem(props) do
+      nil -> :ok
+      text -> {:error, "invalid value for :kafka_config option: " <> text}
+    end
+  end
+
+  # From here on no secret is plain.
+  defp hide(valid), do: Security.hide(valid)
 
   @doc "As `new/2`; raises `ArgumentError`."
   @spec new!(keyword, :producer | :consumer | :tracker) :: t
@@ -104,10 +118,12 @@ defmodule Kmq.Config do
           | {:error, Error.t()}
   def publisher(options) do
     with {:ok, valid} <- Options.validate(options, :publisher),
-         {:ok, security} <- security(valid[:client_config]) do
-      bootstrap = bootstrap(valid[:hosts])
-      common = common_props(bootstrap, "kmq-publisher", valid, security)
-
+         {:ok, security} <- Security.props(valid[:client_config]),
+         valid = hide(valid),
+         bootstrap = bootstrap(valid[:hosts]),
+         common = common_props(bootstrap, "kmq-publisher", valid, security),
+         admin = merge([common, valid[:kafka_config][:common]]),
+         :ok <- whole(admin) do
       producer = [
         {"partitioner", to_string(valid[:partitioner])},
         {"acks", to_string(valid[:acks])},
@@ -124,7 +140,7 @@ defmodule Kmq.Config do
        %{
          bootstrap: bootstrap,
          producer_props: merge([common, producer, extra[:common], extra[:producer]]),
-         admin_props: merge([common, extra[:common]])
+         admin_props: admin
        }}
     else
       {:error, message} -> {:error, Error.new(:invalid_option, message)}
@@ -138,10 +154,13 @@ defmodule Kmq.Config do
     schema = Keyword.take(Options.schema(:publisher), [:hosts, :client_config, :kafka_config])
 
     with {:ok, valid} <- Options.validate(options, schema),
-         {:ok, security} <- security(valid[:client_config]) do
-      bootstrap = bootstrap(valid[:hosts])
-      common = common_props(bootstrap, "kmq-admin", valid, security)
-      {:ok, %{bootstrap: bootstrap, admin_props: merge([common, valid[:kafka_config][:common]])}}
+         {:ok, security} <- Security.props(valid[:client_config]),
+         valid = hide(valid),
+         bootstrap = bootstrap(valid[:hosts]),
+         common = common_props(bootstrap, "kmq-admin", valid, security),
+         admin = merge([common, valid[:kafka_config][:common]]),
+         :ok <- whole(admin) do
+      {:ok, %{bootstrap: bootstrap, admin_props: admin}}
     else
       {:error, message} -> {:error, Error.new(:invalid_option, message)}
     end
@@ -457,159 +476,4 @@ defmodule Kmq.Config do
     last = Map.new(all)
     all |> Enum.map(&elem(&1, 0)) |> Enum.uniq() |> Enum.map(&{&1, last[&1]})
   end
-
-  # ---- TLS and SASL. Messages never show the value: it may be the secret.
-
-  defp security(client) do
-    with {:ok, ssl} <- ssl(client[:ssl]),
-         {:ok, sasl} <- sasl(client[:sasl]) do
-      protocol =
-        case {ssl, sasl} do
-          {nil, nil} -> []
-          {_, nil} -> [{"security.protocol", "ssl"}]
-          {nil, _} -> [{"security.protocol", "sasl_plaintext"}]
-          {_, _} -> [{"security.protocol", "sasl_ssl"}]
-        end
-
-      {:ok, protocol ++ (ssl || []) ++ (sasl || [])}
-    end
-  end
-
-  defp ssl(value) when value in [nil, false], do: {:ok, nil}
-  defp ssl(true), do: ssl([])
-
-  defp ssl(options) when is_list(options) do
-    if Keyword.keyword?(options) do
-      verified = Keyword.get(options, :verify, :verify_peer) != :verify_none
-      named = verified and Keyword.get(options, :server_name_indication) != :disable
-
-      base = [
-        {"enable.ssl.certificate.verification", to_string(verified)},
-        {"ssl.endpoint.identification.algorithm", if(named, do: "https", else: "none")}
-      ]
-
-      Enum.reduce_while(options, {:ok, base}, fn option, {:ok, acc} ->
-        case ssl_option(option) do
-          {:ok, props} ->
-            {:cont, {:ok, acc ++ props}}
-
-          {:error, message} ->
-            {:halt, {:error, "invalid value for :ssl option of :client_config: " <> message}}
-        end
-      end)
-    else
-      {:error,
-       "invalid value for :ssl option of :client_config: expected true, false or a keyword list"}
-    end
-  end
-
-  defp ssl(_other),
-    do:
-      {:error,
-       "invalid value for :ssl option of :client_config: expected true, false or a keyword list"}
-
-  @ssl_text [
-    cacertfile: "ssl.ca.location",
-    certfile: "ssl.certificate.location",
-    keyfile: "ssl.key.location",
-    password: "ssl.key.password"
-  ]
-  @ssl_instead %{
-    cacerts: "ssl.ca.pem",
-    cert: "ssl.certificate.pem",
-    certs_keys: "ssl.certificate.pem and ssl.key.pem",
-    key: "ssl.key.pem",
-    ciphers: "ssl.cipher.suites",
-    supported_groups: "ssl.curves.list",
-    eccs: "ssl.curves.list",
-    signature_algs: "ssl.sigalgs.list",
-    customize_hostname_check: "ssl.endpoint.identification.algorithm",
-    crl_cache: "ssl.crl.location",
-    crl_check: "ssl.crl.location"
-  }
-
-  defp ssl_option({:verify, value}) when value in [:verify_peer, :verify_none], do: {:ok, []}
-
-  defp ssl_option({:verify, _value}),
-    do: {:error, "expected :verify_peer or :verify_none for :verify"}
-
-  defp ssl_option({:server_name_indication, :disable}), do: {:ok, []}
-
-  defp ssl_option({:server_name_indication, _name}) do
-    {:error,
-     ":server_name_indication takes :disable only, the name of the broker is what is checked " <>
-       "(kafka_config: [common: [\"ssl.endpoint.identification.algorithm\": ...]])"}
-  end
-
-  defp ssl_option({name, value}) when name in [:cacertfile, :certfile, :keyfile, :password] do
-    cond do
-      is_binary(value) and value != "" ->
-        {:ok, [{@ssl_text[name], value}]}
-
-      is_list(value) and value != [] and List.ascii_printable?(value) ->
-        {:ok, [{@ssl_text[name], List.to_string(value)}]}
-
-      true ->
-        {:error, "expected a string for #{inspect(name)}"}
-    end
-  end
-
-  defp ssl_option({name, _value}) do
-    case @ssl_instead[name] do
-      nil ->
-        {:error,
-         "#{inspect(name)} has no twin in librdkafka, see kafka_config: [common: [\"ssl...\": ...]]"}
-
-      property ->
-        {:error,
-         "#{inspect(name)} cannot be passed on, use kafka_config: [common: [\"#{property}\": ...]]"}
-    end
-  end
-
-  @mechanisms %{plain: "PLAIN", scram_sha_256: "SCRAM-SHA-256", scram_sha_512: "SCRAM-SHA-512"}
-
-  defp sasl(value) when value in [nil, :undefined], do: {:ok, nil}
-
-  defp sasl({mechanism, user, password})
-       when is_map_key(@mechanisms, mechanism) and is_binary(user) and is_binary(password) do
-    {:ok,
-     [
-       {"sasl.mechanism", @mechanisms[mechanism]},
-       {"sasl.username", user},
-       {"sasl.password", password}
-     ]}
-  end
-
-  defp sasl({:oauthbearer, fun}) when is_function(fun),
-    do: sasl_error("{:oauthbearer, fun} is not there yet")
-
-  defp sasl({mechanism, file})
-       when is_map_key(@mechanisms, mechanism) and (is_binary(file) or is_list(file)) do
-    with {:ok, text} <- File.read(file),
-         [user, password | _] <- text |> String.split(["\r\n", "\n"]) |> Enum.map(&String.trim/1) do
-      sasl({mechanism, user, password})
-    else
-      {:error, reason} ->
-        sasl_error("cannot read #{inspect(file)}: #{:file.format_error(reason)}")
-
-      _ ->
-        sasl_error("#{inspect(file)} does not hold a user and a password on two lines")
-    end
-  end
-
-  defp sasl({:callback, _module, _options}) do
-    sasl_error(
-      "{:callback, module, options} is brod's; use kafka_config: [common: [\"sasl.mechanism\": ...]]"
-    )
-  end
-
-  defp sasl(_secret) do
-    sasl_error(
-      "expected {mechanism, user, password} or {mechanism, file}, the mechanism one of :plain, :scram_sha_256, :scram_sha_512; " <>
-        "others by kafka_config: [common: [\"sasl.mechanism\": ...]]"
-    )
-  end
-
-  defp sasl_error(message),
-    do: {:error, "invalid value for :sasl option of :client_config: " <> message}
 end

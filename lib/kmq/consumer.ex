@@ -45,7 +45,7 @@ defmodule Kmq.Consumer do
   def child_spec(options) do
     %{
       id: options[:name] || __MODULE__,
-      start: {__MODULE__, :start_link, [options]},
+      start: {__MODULE__, :start_link, [Kmq.Security.hide(options)]},
       shutdown: (options[:drain_timeout] || 30_000) + 2_000
     }
   end

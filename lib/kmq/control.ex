@@ -2,7 +2,7 @@ defmodule Kmq.Control do
   @moduledoc false
   # Pause, resume and seek, of consumers and pipelines: whose partition it is, and where a place is. See guides/control.md.
 
-  alias Kmq.{Error, Handle, Info}
+  alias Kmq.{Security, Error, Handle, Info}
 
   @ask_ms 10_000
   # The three questions of position/4, and a bit.
@@ -110,7 +110,7 @@ defmodule Kmq.Control do
   @doc "The offset of a place."
   @spec position(Kmq.Config.t(), partition, place) :: {:ok, non_neg_integer} | {:error, Error.t()}
   def position(config, {topic, partition}, to) do
-    with {:ok, admin} <- native(:kmq_nif.admin_open(config.admin_props)) do
+    with {:ok, admin} <- native(Security.admin_open(config.admin_props, @ask_ms)) do
       try do
         with {:ok, {low, high}} <-
                native(:kmq_nif.admin_watermarks(admin, topic, partition, @ask_ms)),

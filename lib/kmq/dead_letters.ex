@@ -23,7 +23,7 @@ defmodule Kmq.DeadLetters do
   """
 
   require Logger
-  alias Kmq.{Config, DeadLetter, Error, Publisher, Topics}
+  alias Kmq.{Config, DeadLetter, Error, Publisher, Security, Topics}
 
   @read_ms 15_000
   @chunk 100
@@ -159,7 +159,7 @@ defmodule Kmq.DeadLetters do
           count_header: options[:count_header] || @count_header,
           bootstrap: bootstrap,
           props: props,
-          connection: Keyword.take(options, @where)
+          connection: options |> Keyword.take(@where) |> Security.hide()
         }
 
         {run, filter!(options[:filter])}
@@ -240,7 +240,9 @@ defmodule Kmq.DeadLetters do
   # ---- reading
 
   defp open(run, group) do
-    case :kmq_nif.admin_open([{"group.id", group} | List.keydelete(run.props, "group.id", 0)]) do
+    props = [{"group.id", group} | List.keydelete(run.props, "group.id", 0)]
+
+    case Security.admin_open(props, @read_ms) do
       {:ok, admin} -> {:ok, admin}
       {:error, error} -> {:error, Error.from_native(error, "a client for #{run.bootstrap}")}
     end
@@ -293,6 +295,7 @@ defmodule Kmq.DeadLetters do
   defp read(admin, run, {partition, from, to}) do
     n = min(@chunk, to - from)
     topic = run.dead_letter_topic
+    Security.admin_renew(admin, run.props, @read_ms)
 
     with {:ok, records} <-
            native(:kmq_nif.admin_read(admin, topic, partition, from, n, @read_ms)) do

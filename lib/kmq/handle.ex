@@ -14,7 +14,21 @@ defmodule Kmq.Handle do
   use GenServer, restart: :temporary
 
   require Logger
-  alias Kmq.{Advice, Config, Control, Error, Info, Receipt, Telemetry, Topics, Tracker}
+
+  alias Kmq.{
+    Advice,
+    Config,
+    Control,
+    Error,
+    Info,
+    Receipt,
+    Security,
+    Telemetry,
+    Token,
+    Topics,
+    Tracker
+  }
+
   alias Kmq.Ordering
 
   @enforce_keys [:pid, :ref]
@@ -261,7 +275,7 @@ defmodule Kmq.Handle do
   def init({config, key, borrower}) do
     Process.flag(:trap_exit, true)
 
-    case :kmq_nif.consumer_open(
+    case Security.consumer_open(
            config.consumer_props ++ version_props(),
            config.producer_props,
            engine_options(config)
@@ -284,6 +298,7 @@ defmodule Kmq.Handle do
           closing: false,
           fenced: false,
           orphan_timer: nil,
+          token: nil,
           noted: %{}
         }
 
@@ -468,6 +483,12 @@ defmodule Kmq.Handle do
     unless state.closing, do: Process.send_after(self(), :tracker, 200)
     {:noreply, %{state | tracker: nil}}
   end
+
+  def handle_info({:kmq_token, :handle, token}, %{token: monitor} = state) when monitor != nil,
+    do: {:noreply, got_token(state, token)}
+
+  def handle_info({:DOWN, monitor, :process, _pid, _reason}, %{token: monitor} = state),
+    do: {:noreply, want_token(%{state | token: nil})}
 
   def handle_info({:DOWN, monitor, :process, _pid, reason}, %{monitor: monitor} = state) do
     {:noreply, orphaned(%{state | monitor: nil, borrower: nil}, reason)}
@@ -674,7 +695,7 @@ defmodule Kmq.Handle do
     state
   end
 
-  defp event({:token, _config}, state), do: token(state)
+  defp event({:token, _config}, state), do: want_token(state)
 
   defp event({:closed, how}, state) do
     send(self(), {:closed, how})
@@ -863,7 +884,7 @@ defmodule Kmq.Handle do
   end
 
   defp with_admin(config, fun) do
-    {:ok, admin} = :kmq_nif.admin_open(config.admin_props)
+    {:ok, admin} = Security.admin_open(config.admin_props, @admin_timeout)
 
     try do
       fun.(admin)
@@ -1024,21 +1045,20 @@ defmodule Kmq.Handle do
 
   # ---- OAUTHBEARER
 
-  defp token(state) do
-    with {:oauthbearer, fun} <- state.config.client_config[:sasl] do
-      ref = state.ref
-
-      spawn(fn ->
-        try do
-          {:ok, %{token: token, lifetime_ms: lifetime, principal: principal}} = fun.()
-          :kmq_nif.consumer_set_token(ref, token, lifetime, principal)
-        rescue
-          _ -> :kmq_nif.consumer_set_token(ref, nil, 0, "the token function failed")
-        end
-      end)
+  # The engine gives it to the consumer and to its producer. nil: nobody was asked, or the answer is there.
+  defp want_token(%{token: nil} = state) do
+    case Security.token_source(state.config.consumer_props) do
+      nil -> state
+      source -> %{state | token: Token.request(source, :handle)}
     end
+  end
 
-    state
+  defp want_token(state), do: state
+
+  defp got_token(state, token) do
+    Process.demonitor(state.token, [:flush])
+    _ = Security.set_token(:consumer_set_token, state.ref, token)
+    %{state | token: nil}
   end
 
   # ---- words

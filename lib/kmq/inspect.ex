@@ -4,7 +4,7 @@ defmodule Kmq.Inspect do
   # markers that the tracker would read after a restart, and keeps an entry for each open message.
 
   import Bitwise
-  alias Kmq.{Config, Error, Tracker}
+  alias Kmq.{Config, Error, Security, Tracker}
 
   @timeout_ms 15_000
   @chunk 1_000
@@ -37,7 +37,9 @@ defmodule Kmq.Inspect do
   end
 
   defp with_admin(props, group, fun) do
-    case native(:kmq_nif.admin_open([{"group.id", group} | List.keydelete(props, "group.id", 0)])) do
+    props = [{"group.id", group} | List.keydelete(props, "group.id", 0)]
+
+    case native(Security.admin_open(props, @timeout_ms)) do
       {:ok, admin} ->
         try do
           fun.(admin)

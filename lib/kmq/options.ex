@@ -85,7 +85,8 @@ defmodule Kmq.Options do
       default: :undefined,
       type_doc: "`t:tuple/0`",
       doc:
-        "`{:plain | :scram_sha_256 | :scram_sha_512, user, password}`, or `{mechanism, file}` with the two on two lines."
+        "`{:plain | :scram_sha_256 | :scram_sha_512, user, password}` (the password a string or a function), `{mechanism, file}` with the two " <>
+          "on two lines, or `{:oauthbearer, function}`: see [Security](guides/security.md)."
     ],
     query_api_versions: [type: :boolean, doc: "Does nothing here."],
     extra_sock_opts: [

@@ -28,7 +28,7 @@ defmodule Kmq.Publisher do
 
   require Logger
 
-  alias Kmq.{Config, Error, Options, Telemetry, Topics}
+  alias Kmq.{Config, Error, Options, Security, Telemetry, Token, Topics}
 
   @topic_check_ms 15_000
   # librdkafka looks at its timeouts when a broker's thread wakes, which for a broker that is down is when it connects again:
@@ -46,11 +46,13 @@ defmodule Kmq.Publisher do
           | {topic :: String.t(), value :: binary | nil, keyword}
 
   # queue: parked async calls, oldest first: {from, deadline, topic, native messages}. outstanding: sent and not reported.
+  # token: {where tokens come from | nil, monitor of who was asked for one | nil}.
   # flushers: waiting for outstanding to be 0. unlogged: %{topic => {count, error}}, said when log_timer is over.
   defstruct [
     :ref,
     :bootstrap,
     :admin_props,
+    :token,
     :topics,
     asking: false,
     queue: :queue.new(),
@@ -80,7 +82,7 @@ defmodule Kmq.Publisher do
   def child_spec(options) do
     %{
       id: options[:name] || __MODULE__,
-      start: {__MODULE__, :start_link, [options]},
+      start: {__MODULE__, :start_link, [Security.hide(options)]},
       shutdown: 10_000
     }
   end
@@ -486,7 +488,7 @@ defmodule Kmq.Publisher do
   def init({valid, derived}) do
     Process.flag(:trap_exit, true)
 
-    case :kmq_nif.publisher_open(derived.producer_props, %{idempotent: valid[:acks] == :all}) do
+    case Security.publisher_open(derived.producer_props, %{idempotent: valid[:acks] == :all}) do
       {:ok, ref} ->
         topics = :ets.new(__MODULE__, [:public, read_concurrency: true])
 
@@ -495,18 +497,20 @@ defmodule Kmq.Publisher do
           topics: topics,
           delivery_timeout: valid[:delivery_timeout],
           # Kept as a function: printed, it shows nothing.
-          receipt_secret: fn -> valid[:receipt_secret] end
+          receipt_secret: valid[:receipt_secret] || fn -> nil end
         }
 
         {:ok, _} = Registry.register(Kmq.Registry, {__MODULE__, self()}, info)
         Kmq.Info.register({:publisher, ref, nil})
+        # What was queued before the wake-up was on (the wish for a token) wakes nobody.
+        send(self(), {:kmq, ref, :ready})
 
         {:ok,
          %__MODULE__{
            ref: ref,
            bootstrap: derived.bootstrap,
-           # Kept as a function: printed state shows no secret.
-           admin_props: fn -> derived.admin_props end,
+           admin_props: derived.admin_props,
+           token: {Security.token_source(derived.producer_props), nil},
            topics: topics
          }}
 
@@ -542,9 +546,18 @@ defmodule Kmq.Publisher do
 
   @impl true
   def handle_info({:kmq, ref, :ready}, %{ref: ref} = state) do
-    Enum.each(:kmq_nif.publisher_poll(ref), &event/1)
-    {:noreply, state}
+    {:noreply, Enum.reduce(:kmq_nif.publisher_poll(ref), state, &event/2)}
   end
+
+  def handle_info({:kmq_token, :publisher, token}, state) do
+    {source, monitor} = state.token
+    monitor && Process.demonitor(monitor, [:flush])
+    _ = Security.set_token(:publisher_set_token, state.ref, token)
+    {:noreply, %{state | token: {source, nil}}}
+  end
+
+  def handle_info({:DOWN, monitor, _, _, _}, %{token: {source, monitor}} = state),
+    do: {:noreply, want_token(%{state | token: {source, nil}})}
 
   def handle_info({:kmq, ref, {:published, topic, results}}, %{ref: ref} = state) do
     reasons = for {:error, _} = error <- results, {:error, error} = result(error), do: error
@@ -599,7 +612,7 @@ defmodule Kmq.Publisher do
   defp check_topic(topic, state) do
     case Options.Types.topic_problem(topic) do
       nil ->
-        case Topics.partitions(topic, state.bootstrap, state.admin_props.(), @topic_check_ms) do
+        case Topics.partitions(topic, state.bootstrap, state.admin_props, @topic_check_ms) do
           {:ok, 0} ->
             {:error,
              Error.new(
@@ -623,7 +636,7 @@ defmodule Kmq.Publisher do
   # Asked once for each topic that gets delayed messages; who changes it starts another publisher.
   defp ask_retention(topic, state) do
     with {:ok, kept} <-
-           Topics.retention(topic, state.bootstrap, state.admin_props.(), @topic_check_ms) do
+           Topics.retention(topic, state.bootstrap, state.admin_props, @topic_check_ms) do
       :ets.insert(state.topics, {{:retention, topic}, kept})
       {:ok, kept}
     end
@@ -725,14 +738,25 @@ defmodule Kmq.Publisher do
     %{state | unlogged: %{}, log_timer: nil}
   end
 
-  defp event({:error, error}) do
+  defp event({:error, error}, state) do
     error = Error.from_native(error, "publisher")
     Telemetry.execute([:kmq, :error], %{count: 1}, %{handle: :publisher, error: error})
     Logger.warning("kmq: " <> error.message)
+    state
   end
 
-  defp event({:log, level, text}), do: Logger.log(log_level(level), "kmq: publisher: " <> text)
-  defp event(_other), do: :ok
+  defp event({:log, level, text}, state) do
+    Logger.log(log_level(level), "kmq: publisher: " <> text)
+    state
+  end
+
+  defp event({:token, _config}, state), do: want_token(state)
+  defp event(_other, state), do: state
+
+  defp want_token(%{token: {source, nil}} = state) when source != nil,
+    do: %{state | token: {source, Token.request(source, :publisher)}}
+
+  defp want_token(state), do: state
 
   # syslog's numbers
   defp log_level(level) when is_integer(level) and level <= 3, do: :error

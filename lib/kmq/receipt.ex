@@ -29,15 +29,13 @@ defmodule Kmq.Receipt do
   @doc "What all receipts of a consumer share."
   @spec info(Kmq.Config.t()) :: map
   def info(config) do
-    secret = config.receipt_secret
-
     %{
       format: config.marker_format,
       group: config.group_id,
       marker_topics: config.marker_topics,
       backoff: config.backoff,
       # Kept as a function: printed, it shows nothing.
-      secret: fn -> secret end
+      secret: config.receipt_secret || fn -> nil end
     }
   end
 

@@ -7,6 +7,7 @@ defmodule Kmq.Supervisor do
   #     Kmq.Ordering            which processor has which partition, of pipelines that keep an order
   #     Kmq.HandleSupervisor    one Kmq.Handle per consumer: it survives the producer that borrows it
   #     Kmq.TrackerSupervisor   the trackers of pipelines: their crashes never restart a pipeline
+  #     Kmq.TokenSupervisor     one Kmq.Token for each function that gives OAUTHBEARER tokens
   #     Kmq.SandboxSupervisor   sandboxes that nobody else supervises
   use Supervisor
 
@@ -20,6 +21,7 @@ defmodule Kmq.Supervisor do
     children = [
       {Registry, keys: :unique, name: Kmq.Registry},
       Kmq.Ordering,
+      dynamic(Kmq.TokenSupervisor, 1_000, 10),
       dynamic(Kmq.HandleSupervisor, 1_000, 10),
       # A tracker that cannot start is tried again by its own backoff; a burst of them must not take the handles down.
       dynamic(Kmq.TrackerSupervisor, 1_000, 10),

@@ -21,7 +21,7 @@ defmodule Kmq.Topics do
 
   require Logger
 
-  alias Kmq.{Config, Error, Sandbox}
+  alias Kmq.{Config, Error, Sandbox, Security}
 
   @timeout_ms 15_000
   @day_ms 86_400_000
@@ -162,13 +162,31 @@ defmodule Kmq.Topics do
   defp unreachable(error, bootstrap) do
     error = Error.from_native(error)
 
+    {reason, advice} =
+      case error.reason do
+        :ssl ->
+          {:ssl,
+           "Look at :ssl of :client_config: :cacertfile must hold the CA that signed the broker's certificate, the broker must be called by a name " <>
+             "that stands in it (server_name_indication: :disable does without), and it must be a TLS listener"}
+
+        :authentication ->
+          {:authentication,
+           "Look at :sasl of :client_config: mechanism, user and password, or the token" <>
+             Security.known_trouble(error.message)}
+
+        :token ->
+          {:token, "Nothing connects without"}
+
+        _other ->
+          {:unreachable,
+           "Is the address right, does a broker listen there, do :ssl and :sasl of :client_config fit it?"}
+      end
+
     %{
       error
-      | reason: :unreachable,
+      | reason: reason,
         retriable?: true,
-        message:
-          "no broker of :hosts (#{bootstrap}) answered: #{error.message}. Is the address right, does a broker listen there, do " <>
-            ":ssl and :sasl of :client_config fit it?"
+        message: "no broker of :hosts (#{bootstrap}) answered: #{error.message}. #{advice}"
     }
   end
 
@@ -514,7 +532,7 @@ defmodule Kmq.Topics do
   defp with_admin(props, bootstrap, timeout_ms \\ @timeout_ms, fun) do
     deadline = System.monotonic_time(:millisecond) + timeout_ms
 
-    case :kmq_nif.admin_open(props) do
+    case Security.admin_open(props, timeout_ms) do
       {:ok, admin} ->
         try do
           fun.(admin, deadline)

@@ -24,7 +24,7 @@ defmodule Kmq.Tracker do
   use GenServer
   require Logger
 
-  alias Kmq.{Config, Error, Info, Telemetry, Topics}
+  alias Kmq.{Config, Error, Info, Security, Telemetry, Token, Topics}
 
   @protocol 1
   @call_ms 5_000
@@ -103,7 +103,7 @@ defmodule Kmq.Tracker do
   def child_spec(options) do
     %{
       id: Keyword.get(options, :name) || __MODULE__,
-      start: {__MODULE__, :start_link, [options]},
+      start: {__MODULE__, :start_link, [Security.hide(options)]},
       shutdown: 5_000
     }
   end
@@ -146,7 +146,7 @@ defmodule Kmq.Tracker do
 
   # ---- process
   #
-  #   port nil, restart timer --open--> port, :starting --{ready}--> configure sent --ok--> :running --exit--> port nil, restart timer
+  #   port nil, restart timer --open--> port, :starting --{ready}[, token]--> :configuring --ok--> :running --exit--> port nil, restart timer
   #   last user gone --linger--> :ending (stop sent, name given up) --exit--> ended
 
   @impl true
@@ -166,7 +166,9 @@ defmodule Kmq.Tracker do
       linger: nil,
       os_pid: nil,
       missed: 0,
-      restarts: 0
+      restarts: 0,
+      # who was asked for a token: its monitor; nil = nobody
+      token: nil
     }
 
     Process.send_after(self(), :beat, beat_ms())
@@ -201,6 +203,17 @@ defmodule Kmq.Tracker do
   def handle_info({:EXIT, port, reason}, %{port: port} = state), do: exited(reason, state)
   def handle_info({:EXIT, port, _reason}, state) when is_port(port), do: {:noreply, state}
   def handle_info({:EXIT, _from, reason}, state), do: {:stop, reason, state}
+
+  def handle_info({:kmq_token, :tracker, token}, %{token: monitor} = state)
+      when monitor != nil do
+    Process.demonitor(monitor, [:flush])
+    {:noreply, got_token(%{state | token: nil}, token)}
+  end
+
+  def handle_info({:kmq_token, :tracker, _late}, state), do: {:noreply, state}
+
+  def handle_info({:DOWN, monitor, :process, _pid, _reason}, %{token: monitor} = state),
+    do: {:noreply, want_token(%{state | token: nil})}
 
   def handle_info({:DOWN, monitor, :process, _pid, _reason}, state) do
     {:noreply, linger(%{state | users: Map.delete(state.users, monitor)})}
@@ -375,8 +388,12 @@ defmodule Kmq.Tracker do
     %{state | next_id: id + 1, calls: Map.put(state.calls, id, {from, timer})}
   end
 
-  defp frame({0, {:ready, @protocol}}, state),
-    do: command(state, :configure, settings(state.config), :configure)
+  # Where tokens are needed the first one goes first: without, the program could not even look at the topics.
+  defp frame({0, {:ready, @protocol}}, state) do
+    if Security.token_source(state.config.tracker_props),
+      do: want_token(state),
+      else: configure(state)
+  end
 
   defp frame({0, {:ready, version}}, state) do
     Logger.error(
@@ -386,6 +403,8 @@ defmodule Kmq.Tracker do
     :kmq_port.close(state.port)
     later(%{state | port: nil, status: :down})
   end
+
+  defp frame({0, {:event, :token, _info}}, state), do: want_token(state)
 
   defp frame({0, {:event, event, info}}, state) do
     event(event, info, state)
@@ -401,6 +420,39 @@ defmodule Kmq.Tracker do
         Process.cancel_timer(timer)
         answered(from, reply, %{state | calls: calls})
     end
+  end
+
+  defp configure(state),
+    do: %{command(state, :configure, settings(state.config), :configure) | status: :configuring}
+
+  defp want_token(%{token: nil} = state) do
+    case Security.token_source(state.config.tracker_props) do
+      nil -> state
+      source -> %{state | token: Token.request(source, :tracker)}
+    end
+  end
+
+  defp want_token(state), do: state
+
+  defp got_token(%{port: nil} = state, _token), do: state
+
+  defp got_token(state, token) do
+    {token, expires_ms, principal, extensions} = token.()
+
+    args = %{
+      token: token,
+      expires_ms: expires_ms,
+      principal: principal,
+      extensions: extensions
+    }
+
+    state = command(state, :token, args, :token)
+    if state.status == :starting, do: configure(state), else: state
+  end
+
+  defp answered(:token, {:error, reason}, state) do
+    Logger.error("#{name(state)}: the program refuses a token: #{inspect(reason)}")
+    state
   end
 
   defp answered(:configure, :ok, state), do: %{state | status: :running}
@@ -440,7 +492,7 @@ defmodule Kmq.Tracker do
 
   defp settings(config) do
     %{
-      props: config.tracker_props,
+      props: Security.reveal(config.tracker_props),
       group: config.group_id,
       tracker_group: tracker_group(config.group_id),
       format: config.marker_format,

@@ -15,7 +15,11 @@ defmodule Kmq.ConfigTest do
   end
 
   defp property(config, list \\ :consumer_props, name) do
-    config |> Map.fetch!(list) |> List.keyfind(name, 0, {name, nil}) |> elem(1)
+    config
+    |> Map.fetch!(list)
+    |> Kmq.Security.reveal()
+    |> List.keyfind(name, 0, {name, nil})
+    |> elem(1)
   end
 
   describe "topics" do
@@ -237,13 +241,15 @@ defmodule Kmq.ConfigTest do
     end
 
     test "Erlang's options" do
+      file = __ENV__.file
+
       config =
         config(
           client_config: [
             ssl: [
-              cacertfile: "ca.pem",
-              certfile: ~c"c.pem",
-              keyfile: "k.pem",
+              cacertfile: Path.dirname(file),
+              certfile: String.to_charlist(file),
+              keyfile: file,
               password: "pw",
               verify: :verify_none
             ],
@@ -253,9 +259,9 @@ defmodule Kmq.ConfigTest do
 
       for {name, value} <- [
             {"security.protocol", "sasl_ssl"},
-            {"ssl.ca.location", "ca.pem"},
-            {"ssl.certificate.location", "c.pem"},
-            {"ssl.key.location", "k.pem"},
+            {"ssl.ca.location", Path.dirname(file)},
+            {"ssl.certificate.location", file},
+            {"ssl.key.location", file},
             {"ssl.key.password", "pw"},
             {"enable.ssl.certificate.verification", "false"},
             {"ssl.endpoint.identification.algorithm", "none"},
@@ -288,8 +294,88 @@ defmodule Kmq.ConfigTest do
       assert message(client_config: [ssl: [server_name_indication: ~c"x"]]) =~
                ":server_name_indication takes :disable only"
 
-      assert message(client_config: [sasl: {:oauthbearer, fn -> :ok end}]) =~ "is not there yet"
+      assert message(client_config: [ssl: [keyfile: "no/such.key"]]) =~
+               "cannot read \"no/such.key\" (:keyfile): no such file or directory"
+
+      assert message(client_config: [sasl: {:oauthbearer, fn _ -> :ok end}]) =~
+               "expected {:oauthbearer, function}"
+
       assert message(client_config: [sasl: {:callback, Mod, []}]) =~ "is brod's; use kafka_config"
+    end
+
+    test "a secret may be a function, and is one from the start" do
+      config =
+        config(
+          client_config: [
+            ssl: [password: fn -> "key" end],
+            sasl: {:plain, "u", fn -> "pw" end}
+          ],
+          receipt_secret: fn -> "0123456789abcdef" end
+        )
+
+      assert property(config, "sasl.password") == "pw"
+      assert property(config, "ssl.key.password") == "key"
+      assert config.receipt_secret.() == "0123456789abcdef"
+
+      assert message(receipt_secret: fn -> "short" end) =~ "at least 16 bytes"
+      assert message(client_config: [sasl: {:plain, "u", 7}]) =~ "as a function that gives one"
+
+      config = config(client_config: [sasl: {:plain, "u", fn -> {:no, :string} end}])
+
+      assert_raise ArgumentError, "the function given for sasl.password gave no string", fn ->
+        Kmq.Security.reveal(config.consumer_props)
+      end
+    end
+
+    test "tokens: a function, or a mechanism that finds them by itself" do
+      fun = fn -> {:ok, "t"} end
+      config = config(client_config: [ssl: true, sasl: {:oauthbearer, fun}])
+      assert property(config, "sasl.mechanism") == "OAUTHBEARER"
+      assert Kmq.Security.token_source(config.consumer_props) == fun
+      assert Kmq.Security.token_source(config.tracker_props) == fun
+
+      config = config(client_config: [sasl: {:oauthbearer, {Kernel, :elem, [{1, "t"}, 1]}}])
+      assert Kmq.Security.token_source(config.admin_props).() == "t"
+
+      assert message(kafka_config: [common: ["sasl.mechanism": "OAUTHBEARER"]]) =~
+               "OAUTHBEARER needs tokens: give them by client_config"
+
+      for more <- [
+            "sasl.oauthbearer.method": "oidc",
+            "enable.sasl.oauthbearer.unsecure.jwt": true
+          ] do
+        assert config(kafka_config: [common: [{:"sasl.mechanism", "OAUTHBEARER"}, more]])
+      end
+    end
+
+    test "nobody opens an admin client past the tokens" do
+      for path <- Path.wildcard("lib/**/*.ex"),
+          path != "lib/kmq/security.ex",
+          File.read!(path) =~ ~r/kmq_nif\.(admin|consumer|publisher)_open/,
+          do: flunk("#{path}: use Kmq.Security")
+    end
+
+    test "what a supervisor prints of a child has no secret in it" do
+      options =
+        Keyword.merge(@base,
+          client_config: [
+            ssl: [password: "hunter2"],
+            sasl: {:plain, "u", "hunter2"}
+          ],
+          kafka_config: [common: %{"ssl.keystore.password": "hunter2"}],
+          receipt_secret: "hunter2hunter2hunter2"
+        )
+
+      for module <- [Kmq.Consumer, Kmq.Publisher, Kmq.Tracker] do
+        spec = module.child_spec(options)
+        refute inspect(spec, limit: :infinity) =~ "hunter2"
+        refute :io_lib.format("~p", [spec]) |> List.to_string() =~ "hunter2"
+        %{start: {_, _, [hidden]}} = spec
+        assert Config.new!(Keyword.drop(hidden, [:name])).receipt_secret.() =~ "hunter2"
+      end
+
+      bearer = [client_config: [sasl: {:oauthbearer, {Kernel, :elem, [{"hunter2"}, 0]}}]]
+      refute inspect(Kmq.Consumer.child_spec(bearer)) =~ "hunter2"
     end
 
     test "secrets show in no message and no inspect" do
@@ -305,6 +391,8 @@ defmodule Kmq.ConfigTest do
 
       refute inspect(config, limit: :infinity) =~ "hunter2"
       refute inspect(%{state: config}, limit: :infinity, pretty: true) =~ "hunter2"
+      # as Erlang's own logger prints it
+      refute :io_lib.format("~p", [config]) |> List.to_string() =~ "hunter2"
       refute Exception.message(Error.new(:kafka, "x")) =~ "hunter2"
     end
   end

@@ -79,7 +79,9 @@ defmodule Kmq.Test.Kafka do
 
   @doc """
   Starts a node, linked to the caller. Options: `config: %{"server.property" => value}`; `jvm: [flag]` instead of the
-  flags for a small JVM that starts fast (a benchmark wants others).
+  flags for a small JVM that starts fast (a benchmark wants others); `listeners: [{name, protocol, address, advertised host}]`
+  beside the plain one (their addresses: `listener/2`); `format: [argument]` for StorageTool; `prepare: fun` of the node's folder,
+  called before anything runs.
   """
   def start(opts \\ []), do: GenServer.start_link(__MODULE__, opts, timeout: :infinity)
 
@@ -93,6 +95,12 @@ defmodule Kmq.Test.Kafka do
 
   @doc "The node's address."
   def bootstrap(kafka), do: GenServer.call(kafka, :bootstrap, :infinity)
+
+  @doc "The address of one of its other listeners."
+  def listener(kafka, name), do: GenServer.call(kafka, {:listener, name}, :infinity)
+
+  @doc "The node's folder."
+  def dir(kafka), do: GenServer.call(kafka, :dir, :infinity)
 
   @doc "The JVM's operating system pid, or nil while it is stopped."
   def os_pid(kafka), do: GenServer.call(kafka, :os_pid, :infinity)
@@ -255,7 +263,8 @@ defmodule Kmq.Test.Kafka do
           )
 
         File.mkdir_p!(dir)
-        state = %{dir: dir, opts: opts, port: nil, os_pid: nil, bootstrap: nil}
+        if prepare = opts[:prepare], do: prepare.(dir)
+        state = %{dir: dir, opts: opts, port: nil, os_pid: nil, bootstrap: nil, listeners: %{}}
 
         case first_start(state, @tries) do
           {:ok, state} ->
@@ -273,9 +282,21 @@ defmodule Kmq.Test.Kafka do
 
   # Between our finding a free port and the JVM's listening on it somebody else may take it: then with other ports.
   defp first_start(state, tries) do
-    [port, controller] = free_ports(2)
+    others = state.opts[:listeners] || []
+    [port, controller | ports] = free_ports(2 + length(others))
+
+    others =
+      for {{name, protocol, at, as}, port} <- Enum.zip(others, ports),
+          do: {name, protocol, "#{at}:#{port}", "#{as}:#{port}"}
+
     File.rm_rf!(Path.join(state.dir, "data"))
-    File.write!(Path.join(state.dir, "server.properties"), properties(state, port, controller))
+
+    File.write!(
+      Path.join(state.dir, "server.properties"),
+      properties(state, port, controller, others)
+    )
+
+    state = %{state | listeners: Map.new(others, fn {name, _, _, address} -> {name, address} end)}
 
     with :ok <- format(state),
          {:ok, state} <- run(%{state | bootstrap: "127.0.0.1:#{port}"}) do
@@ -298,14 +319,20 @@ defmodule Kmq.Test.Kafka do
     ports
   end
 
-  defp properties(state, port, controller) do
+  defp properties(state, port, controller, others) do
+    protocols = for {name, protocol, _, _} <- others, do: ",#{name}:#{protocol}"
+    listen = for {name, _, at, _} <- others, do: ",#{name}://#{at}"
+    advertise = for {name, _, _, as} <- others, do: ",#{name}://#{as}"
+
     %{
       "process.roles" => "broker,controller",
       "node.id" => 1,
       "controller.quorum.voters" => "1@127.0.0.1:#{controller}",
       "controller.listener.names" => "CONTROLLER",
-      "listeners" => "PLAINTEXT://127.0.0.1:#{port},CONTROLLER://127.0.0.1:#{controller}",
-      "advertised.listeners" => "PLAINTEXT://127.0.0.1:#{port}",
+      "listeners" =>
+        "PLAINTEXT://127.0.0.1:#{port},CONTROLLER://127.0.0.1:#{controller}#{listen}",
+      "advertised.listeners" => "PLAINTEXT://127.0.0.1:#{port}#{advertise}",
+      "listener.security.protocol.map" => "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT#{protocols}",
       "log.dirs" => Path.join(state.dir, "data"),
       "offsets.topic.replication.factor" => 1,
       "offsets.topic.num.partitions" => 4,
@@ -336,7 +363,8 @@ defmodule Kmq.Test.Kafka do
 
     args =
       java_args(state) ++
-        ["kafka.tools.StorageTool", "format", "-t", id, "-c", "server.properties"]
+        ["kafka.tools.StorageTool", "format", "-t", id, "-c", "server.properties"] ++
+        (state.opts[:format] || [])
 
     case System.cmd("java", args, cd: state.dir, stderr_to_stdout: true) do
       {_, 0} -> :ok
@@ -409,6 +437,11 @@ defmodule Kmq.Test.Kafka do
 
   @impl true
   def handle_call(:bootstrap, _from, state), do: {:reply, state.bootstrap, state}
+
+  def handle_call({:listener, name}, _from, state),
+    do: {:reply, Map.fetch!(state.listeners, name), state}
+
+  def handle_call(:dir, _from, state), do: {:reply, state.dir, state}
   def handle_call(:os_pid, _from, state), do: {:reply, state.os_pid, state}
   def handle_call(:log, _from, state), do: {:reply, File.read!(log_file(state)), state}
 

@@ -67,6 +67,15 @@ defmodule Kmq.Options.Types do
 
   @spec secret(term) :: result
   def secret(value) when is_binary(value) and byte_size(value) >= 16, do: {:ok, value}
+
+  def secret(value) when is_function(value, 0) do
+    # A supervisor's child specification and the options of a start hide it so.
+    case value.() do
+      text when is_binary(text) and byte_size(text) >= 16 -> {:ok, value}
+      _never_shown -> secret(nil)
+    end
+  end
+
   def secret(_never_shown), do: {:error, "expected a binary of at least 16 bytes"}
 
   @spec datetime(term) :: result
@@ -449,6 +458,9 @@ defmodule Kmq.Options.Types do
     cond do
       reason = @reserved[name] ->
         {:error, "#{name} cannot be set here: #{reason}"}
+
+      is_function(value, 0) and Kmq.Security.secret_property?(name) ->
+        {:ok, {name, value}}
 
       not printable?(value) ->
         {:error, "expected a string, number, boolean or atom for #{name}"}

@@ -97,7 +97,7 @@ defmodule Kmq.Testing.Watch do
 
   defp open(config, group) do
     props = [{"group.id", group} | List.keydelete(config.admin_props, "group.id", 0)]
-    native(:kmq_nif.admin_open(props))
+    native(Kmq.Security.admin_open(props, 10_000))
   end
 
   defp look_now(%{queue: queue, config: config} = state) do
