@@ -99,8 +99,8 @@ consumer_info(_Ref) -> erlang:nif_error(not_loaded).
 consumer_pause(_Ref, _Topic, _Partition, _Pause) -> erlang:nif_error(not_loaded).
 -spec consumer_seek(ref(), binary(), integer(), non_neg_integer()) -> {ok, From :: integer()} | {error, not_assigned} | failure().
 consumer_seek(_Ref, _Topic, _Partition, _Offset) -> erlang:nif_error(not_loaded).
--spec consumer_set_token(ref(), binary() | nil, integer(), binary()) -> ok | failure().
-consumer_set_token(_Ref, _Token, _LifetimeMs, _Principal) -> erlang:nif_error(not_loaded).
+-spec consumer_set_token(ref(), binary(), integer(), binary(), props()) -> ok | failure().
+consumer_set_token(_Ref, _Token, _ExpiresMs, _Principal, _Extensions) -> erlang:nif_error(not_loaded).
 -spec consumer_reopen(ref()) -> {ok, [{binary(), integer()}]} | failure().
 consumer_reopen(_Ref) -> erlang:nif_error(not_loaded).
 -spec consumer_test_fatal(ref(), producer | consumer) -> ok | failure().

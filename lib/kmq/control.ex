@@ -2,7 +2,7 @@ defmodule Kmq.Control do
   @moduledoc false
   # Pause, resume and seek, of consumers and pipelines: whose partition it is, and where a place is. See guides/control.md.
 
-  alias Kmq.{Security, Error, Handle, Info}
+  alias Kmq.{Error, Handle, Info, Security}
 
   @ask_ms 10_000
   # The three questions of position/4, and a bit.
