@@ -11,15 +11,18 @@
  * error, and the offset stays unknown). Time over, or an error: what was not reported is unknown.
  *
  * Invariants: (1) each wanted offset is reported at most once, in order; (2) fetching is stopped and no message is held when
- * kafka_reader_read returns. Costs: one start and stop of the fetcher a call (about 1 ms), then the speed of plain reading.
+ * kafka_reader_read returns. Costs: one start and stop of the fetcher a call (about 1 ms), then the speed of plain reading; a seek
+ * costs as much as a megabyte of reading on. Memory: the fetcher reads ahead of us, at most 32 MiB.
  * Thread rule: one thread at a time, and one that may block. Transactions are not respected: an offset that was handed out was committed. */
 #include "internal.h"
 #include <stdlib.h>
 #include <string.h>
 
 enum {
-    GAP = 1000,         /* offsets: a longer gap is skipped by a seek */
-    RETRY_PAUSE_MS = 20 /* between two tries of what the broker contradicts itself about */
+    GAP_BYTES = 1 << 20, /* a gap that is larger, by the size of the records so far, is skipped by a seek ... */
+    GAP_MIN = 100,       /* ... unless it is of a few offsets */
+    RECORD_BYTES = 100,  /* what a record is taken for beside its key and value */
+    RETRY_PAUSE_MS = 20  /* between two tries of what the broker contradicts itself about */
 };
 
 typedef struct reader_topic {
@@ -48,6 +51,7 @@ typedef struct reading {
     void (*each)(void *ctx, int64_t offset, const kafka_record *record);
     void *ctx;
     int64_t sought;
+    int64_t n_records, n_bytes; /* that came so far */
 } reading;
 
 /* ------------------------------------------------------------------ open, destroy */
@@ -57,9 +61,17 @@ int kafka_reader_open(const kafka_property *props, size_t n_props, kafka_reader 
     static const kafka_property defaults[] = {{"fetch.message.max.bytes", "262144"}, {"fetch.error.backoff.ms", "50"}};
     /* A fetch that waits at the end of one partition would hold up the next one. */
     static const kafka_property forced[] = {
-        {"enable.auto.commit", "false"}, {"enable.auto.offset.store", "false"},   {"enable.partition.eof", "true"},
-        {"auto.offset.reset", "error"},  {"isolation.level", "read_uncommitted"}, {"fetch.wait.max.ms", "10"},
-        {"fetch.min.bytes", "1"}};
+        {"enable.auto.commit", "false"},
+        {"enable.auto.offset.store", "false"},
+        {"enable.partition.eof", "true"},
+        {"auto.offset.reset", "error"},
+        {"isolation.level", "read_uncommitted"},
+        {"fetch.wait.max.ms", "10"},
+        {"fetch.min.bytes", "1"},
+        /* A full queue makes the fetcher rest for a second (librdkafka before 2.2): it is not to be full. */
+        {"queued.min.messages", "1000000"},
+        {"queued.max.messages.kbytes", "32768"},
+        {"?fetch.queue.backoff.ms", "10"}};
     int result = KAFKA_OK;
     size_t n = 0;
     kafka_reader *reader = calloc(1, sizeof *reader);
@@ -73,8 +85,8 @@ int kafka_reader_open(const kafka_property *props, size_t n_props, kafka_reader 
         if (strcmp(props[i].name, "group.id") != 0 && strcmp(props[i].name, "group.instance.id") != 0)
             own[n++] = props[i];
     reader->reaper = reaper;
-    reader->rk =
-        kafka_client_new(RD_KAFKA_CONSUMER, defaults, 2, own, n, forced, 7, kafka_common_events(props, n_props), err);
+    reader->rk = kafka_client_new(RD_KAFKA_CONSUMER, defaults, 2, own, n, forced, sizeof forced / sizeof forced[0],
+                                  kafka_common_events(props, n_props), err);
     if (reader->rk == NULL) {
         result = KAFKA_EKAFKA;
         goto fail;
@@ -176,7 +188,9 @@ static bool gone_outside(reading *r)
 
 static void seek_over_gap(reading *r, int64_t position)
 {
-    if (r->i == r->n || r->offsets[r->i] - position <= GAP || r->offsets[r->i] == r->sought) return;
+    if (r->i == r->n || r->offsets[r->i] == r->sought) return;
+    int64_t gap = r->offsets[r->i] - position, each = r->n_bytes / r->n_records;
+    if (gap <= GAP_MIN || gap <= GAP_BYTES / each) return;
     r->sought = r->offsets[r->i];
     /* does not wait: until it takes effect, records from before the gap still come, and are skipped */
     rd_kafka_seek(r->rkt, r->partition, r->sought, 0);
@@ -184,6 +198,8 @@ static void seek_over_gap(reading *r, int64_t position)
 
 static void take_record(reading *r, rd_kafka_message_t *message)
 {
+    r->n_records++;
+    r->n_bytes += RECORD_BYTES + (int64_t)(message->len + message->key_len);
     gone_below(r, message->offset);
     if (r->i < r->n && r->offsets[r->i] == message->offset) {
         kafka_record record;

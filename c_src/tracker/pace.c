@@ -74,10 +74,9 @@ void tracker_rate_init(tracker_rate *rate, int64_t per_second, int64_t now_ms)
 
 static int64_t level_at(const tracker_rate *rate, int64_t now_ms)
 {
-    int64_t most = rate->per_second * 250 > 1000 ? rate->per_second * 250 : 1000;
+    int64_t most = rate->per_second * 1000;
     int64_t elapsed = now_ms - rate->at_ms;
     if (elapsed < 0) elapsed = 0;
-    /* a token of a slow rate takes longer than the quarter of a second that a fast one may save up */
     if (elapsed > 1000000) elapsed = 1000000;
     int64_t level = rate->level + elapsed * rate->per_second;
     return level > most ? most : level;

@@ -46,7 +46,7 @@ int64_t tracker_clock_estimate(const tracker_clock *clock, int64_t now_ms);
 /* Milliseconds until the estimate reaches due_ms: 0 = it has; INT64_MAX = never. */
 int64_t tracker_clock_wait(const tracker_clock *clock, int64_t due_ms, int64_t now_ms);
 
-/* A token bucket; per_second 0 = no limit. Holds a quarter of a second's worth. */
+/* A token bucket; per_second 0 = no limit. Begins with a quarter of a second's worth and holds a second's: what a pause of the machine takes is made up for. */
 typedef struct tracker_rate {
     int64_t per_second;
     int64_t level; /* thousandths of a token */

@@ -290,7 +290,10 @@ static bool take(tracker *t, tracker_part *part)
         read->offsets[i] = due[i].offset;
     }
     for (size_t i = below; i < n; i++) hold(t, part, due[i].offset);
-    tracker_rate_back(&t->rate, granted - below);
+    /* the rate is for what failed: what was only delayed is not late because of it */
+    size_t parked = 0;
+    for (size_t i = 0; i < below; i++) parked += (due[i].flags & KMQ_FLAG_PARKED) != 0;
+    tracker_rate_back(&t->rate, granted - below + parked);
     if (!read) return n == granted;
     read->n = read->n_offsets = below;
     give(t, part, read);

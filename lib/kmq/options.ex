@@ -282,7 +282,8 @@ defmodule Kmq.Options do
              redelivery_rate: [
                type: :pos_integer,
                default: 10_000,
-               doc: "Copies a second, at most, for each tracker."
+               doc:
+                 "Copies a second of what failed, at most, for each tracker. What was only delayed comes at its time, whatever the rate."
              ],
              trim_markers: [
                type: :boolean,

@@ -124,6 +124,11 @@ static void the_rate_is_kept(void **state)
     assert_int_equal(tracker_rate_take(&rate, 100, 0), 2);
     tracker_rate_back(&rate, 1);
     assert_int_equal(tracker_rate_take(&rate, 100, 0), 1);
+    /* a pause is made up for, up to a second's worth */
+    assert_int_equal(tracker_rate_take(&rate, 100, 800), 8);
+    assert_int_equal(tracker_rate_take(&rate, 100, 60000), 10);
+    tracker_rate_back(&rate, 1000);
+    assert_int_equal(tracker_rate_take(&rate, 10000, 60000), 10);
 }
 
 int main(void)

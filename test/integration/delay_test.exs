@@ -5,7 +5,7 @@ defmodule Kmq.Integration.DelayTest do
   alias Kmq.{Consumer, Publisher}
   alias Kmq.Test.VM
 
-  @n 3_000
+  @n 10_000
   @longest_ms 12_000
 
   defp now, do: System.os_time(:millisecond)
@@ -42,7 +42,7 @@ defmodule Kmq.Integration.DelayTest do
     acc = Enum.map(messages, &{&1, now()}) ++ acc
 
     cond do
-      length(acc) >= @n -> acc
+      length(acc) >= @n and length(Enum.uniq_by(acc, fn {m, _} -> m.value end)) == @n -> acc
       now() > hd(kills ++ [0]) + 60_000 and kills == [] and messages == [] and stale?(acc) -> acc
       true -> collect(consumer, kills, acc)
     end
@@ -55,7 +55,8 @@ defmodule Kmq.Integration.DelayTest do
   test "#{@n} random delays, the tracker killed twice", %{cluster: cluster} do
     topic = queue(cluster, 4)
     {:ok, publisher} = Publisher.start_link(hosts: cluster.hosts, compression: :none)
-    consumer = consumer(options(cluster, topic))
+    # the rate is for what failed, and would hold these up
+    consumer = consumer(options(cluster, topic, redelivery_rate: 500))
     [] = Consumer.pull(consumer, wait: 0)
     began = now()
 
