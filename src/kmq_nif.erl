@@ -7,7 +7,7 @@
 -module(kmq_nif).
 
 -export([version/0, live/0, errors/0, backoff/3]).
--export([consumer_open/3, consumer_subscribe/1, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_take/3, consumer_lanes/2, consumer_settle/3,
+-export([consumer_open/3, consumer_subscribe/1, consumer_topics/2, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_take/3, consumer_lanes/2, consumer_settle/3,
          consumer_retry/5, consumer_extend/3, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
          consumer_close/2, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/5, consumer_test_fatal/2, consumer_reopen/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
@@ -61,6 +61,8 @@ backoff(_Spec, _Attempt, _U) -> erlang:nif_error(not_loaded).
 consumer_open(_Props, _ProducerProps, _Opts) -> erlang:nif_error(not_loaded).
 -spec consumer_subscribe(ref()) -> ok | failure().
 consumer_subscribe(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_topics(ref(), [{binary(), binary()}]) -> ok | failure().
+consumer_topics(_Ref, _Topics) -> erlang:nif_error(not_loaded).
 -spec consumer_attach(ref(), pid() | nil) -> ok.
 consumer_attach(_Ref, _Pid) -> erlang:nif_error(not_loaded).
 -spec consumer_poll(ref()) -> {[term()], NextMs :: non_neg_integer()} | failure().

@@ -77,7 +77,8 @@ int kafka_consumer_subscribe(kafka_consumer *consumer, const char *const *topics
 {
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n_topics);
     for (size_t i = 0; i < n_topics; i++) rd_kafka_topic_partition_list_add(list, topics[i], RD_KAFKA_PARTITION_UA);
-    rd_kafka_resp_err_t code = rd_kafka_subscribe(consumer->rk, list);
+    rd_kafka_resp_err_t code =
+        n_topics > 0 ? rd_kafka_subscribe(consumer->rk, list) : rd_kafka_unsubscribe(consumer->rk);
     rd_kafka_topic_partition_list_destroy(list);
     return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, consumer->rk, code, "subscribe");
 }

@@ -141,6 +141,7 @@ enum { KAFKA_RECORD_EOF = 1000001, KAFKA_RECORD_OUT_OF_RANGE = 1000002 };
  * control wakes for the control queue, records for every partition queue. May take some ms (CA files): dirty scheduler. */
 int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka_wake *control,
                         const kafka_wake *records, kafka_consumer **out, kafka_error *err);
+/* Instead of what was subscribed to before; none: it leaves the group, and may come back. */
 int kafka_consumer_subscribe(kafka_consumer *consumer, const char *const *topics, size_t n_topics, kafka_error *err);
 /* One event of the control queue; false = empty. Release with kafka_event_free before anything else is asked of the consumer's events. */
 bool kafka_consumer_poll(kafka_consumer *consumer, kafka_event *event);

@@ -49,22 +49,25 @@ void consumer_down(ErlNifEnv *env, void *object, ErlNifPid *pid, ErlNifMonitor *
 }
 
 /* ------------------------------------------------------------------ open */
+/* [{Topic, MarkerTopic}]: these are read, and no others. */
 static bool read_topics(ErlNifEnv *env, ERL_NIF_TERM list, engine *e)
 {
     unsigned n;
-    if (!enif_get_list_length(env, list, &n) || !n) return false;
-    e->topics = enif_alloc(n * sizeof *e->topics);
-    if (!e->topics) return false;
+    if (!enif_get_list_length(env, list, &n)) return false;
     ERL_NIF_TERM head;
+    for (size_t i = 0; i < e->n_topics; i++) e->topics[i]->subscribed = false;
     while (enif_get_list_cell(env, list, &head, &list)) {
         const ERL_NIF_TERM *pair;
         int arity;
         if (!enif_get_tuple(env, head, &arity, &pair) || arity != 2) return false;
-        engine_topic *t = &e->topics[e->n_topics];
-        *t = (engine_topic){.name = term_string(env, pair[0]), .marker_name = term_string(env, pair[1])};
-        e->n_topics++;
-        if (!t->name || !t->marker_name) return false;
-        kmq_marker_scope_init(&t->scope, t->name, strlen(t->name), e->config.group_id, strlen(e->config.group_id));
+        char *name = term_string(env, pair[0]);
+        engine_topic *t = name ? engine_topic_find(e, name) : NULL;
+        if (t) {
+            enif_free(name);
+            t->subscribed = true;
+        } else if (!engine_topic_add(e, name, term_string(env, pair[1]))) {
+            return false;
+        }
     }
     return true;
 }
@@ -202,10 +205,26 @@ KMQ_NIF(nif_consumer_subscribe)
     (void)argc;
     ENGINE_OR_RETURN(e)
     kafka_error err = {0};
-    const char *names[256];
-    size_t n = 0;
-    for (; n < e->n_topics && n < sizeof names / sizeof *names; n++) names[n] = e->topics[n].name;
-    return unlock_result(env, e, kafka_consumer_subscribe(e->consumer, names, n, &err), &err);
+    return unlock_result(env, e, engine_subscribe(e, e->consumer, &err), &err);
+}
+
+/* consumer_topics(Ref, [{Topic, MarkerTopic}]): from now on these, perhaps none. What is open of the others stays. */
+KMQ_NIF(nif_consumer_topics)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    kafka_error err = {0};
+    int rc = KAFKA_OK;
+    bool read = read_topics(env, argv[1], e);
+    for (size_t i = 0; i < e->n_topics && e->producer && read && !rc; i++) {
+        engine_topic *t = e->topics[i];
+        if (!t->marker) t->marker = kafka_producer_topic(e->producer, t->marker_name, &err);
+        if (!t->marker) rc = KAFKA_EKAFKA;
+    }
+    if (read && !rc) rc = engine_subscribe(e, e->consumer, &err);
+    if (read) return unlock_result(env, e, rc, &err);
+    enif_mutex_unlock(e->lock);
+    return enif_make_badarg(env);
 }
 
 /* attach(Ref, Pid | nil): who is woken when there is something to take. */

@@ -301,8 +301,8 @@ int engine_open_producer(engine *e, kafka_error *err)
     kafka_wake wake = {.fn = engine_reports_woken, .ctx = e, .fd = -1};
     int rc = kafka_producer_open(e->producer_props, e->n_producer_props, true, &wake, &e->producer, err);
     for (size_t i = 0; i < e->n_topics && !rc; i++) {
-        e->topics[i].marker = kafka_producer_topic(e->producer, e->topics[i].marker_name, err);
-        if (!e->topics[i].marker) rc = KAFKA_EKAFKA;
+        e->topics[i]->marker = kafka_producer_topic(e->producer, e->topics[i]->marker_name, err);
+        if (!e->topics[i]->marker) rc = KAFKA_EKAFKA;
     }
     if (rc && e->producer) {
         kafka_producer_destroy(e->producer, NULL, NULL);
@@ -416,8 +416,9 @@ void engine_free(engine *e)
     for (int32_t i = e->first_slot; i < e->n_slots; i++)
         if (e->slots[i]) engine_part_free(e->slots[i]);
     for (size_t i = 0; i < e->n_topics; i++) {
-        enif_free(e->topics[i].name);
-        enif_free(e->topics[i].marker_name);
+        enif_free(e->topics[i]->name);
+        enif_free(e->topics[i]->marker_name);
+        enif_free(e->topics[i]);
     }
     enif_free(e->topics);
     enif_free(e->slots);

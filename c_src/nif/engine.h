@@ -59,6 +59,7 @@ typedef struct engine_topic {
     char *name, *marker_name;
     kafka_topic *marker; /* of the present producer */
     kmq_marker_scope scope;
+    bool subscribed; /* false: not read any more; what is open of it still gets its markers */
 } engine_topic;
 
 /* A RETRY or EXTEND that somebody asked for and that is not written yet. */
@@ -143,7 +144,7 @@ struct engine {
     kafka_property *producer_props, *consumer_props;
     size_t n_producer_props, n_consumer_props;
     void *producer_memory, *consumer_memory;
-    engine_topic *topics;
+    engine_topic **topics; /* never forgotten: partitions that are retired have them */
     size_t n_topics;
 
     part **slots;                           /* by slot number; NULL = gone */
@@ -224,6 +225,11 @@ void engine_kill(engine *engine); /* at once, from any state; never blocks */
 void engine_free(engine *engine); /* no lock: nobody else is there any more */
 part *engine_find(engine *engine, const char *topic, int32_t partition);
 int engine_open_producer(engine *engine, kafka_error *err);
+/* Takes both names. NULL: no memory. */
+engine_topic *engine_topic_add(engine *engine, char *name, char *marker_name);
+engine_topic *engine_topic_find(engine *engine, const char *name);
+/* This consumer, to the topics that are `subscribed`; none of them: unsubscribes. */
+int engine_subscribe(engine *engine, kafka_consumer *consumer, kafka_error *err);
 /* callbacks of librdkafka */
 void engine_control_woken(void *ctx);
 void engine_records_woken(void *ctx);

@@ -118,6 +118,7 @@ static ErlNifFunc functions[] = {
     {"backoff", 3, nif_backoff, 0},
     {"consumer_open", 3, nif_consumer_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_subscribe", 1, nif_consumer_subscribe, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"consumer_topics", 2, nif_consumer_topics, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_attach", 2, nif_consumer_attach, 0},
     {"consumer_poll", 1, nif_consumer_poll, 0},
     {"consumer_take", 2, nif_consumer_take, 0},

@@ -40,7 +40,7 @@ static bool origin_is_read(const engine *e, const kafka_header *origin)
     const char *end = memchr(origin->value, '/', origin->value_len);
     size_t len = end ? (size_t)(end - (const char *)origin->value) : origin->value_len;
     for (size_t i = 0; i < e->n_topics; i++)
-        if (strlen(e->topics[i].name) == len && !memcmp(e->topics[i].name, origin->value, len)) return true;
+        if (strlen(e->topics[i]->name) == len && !memcmp(e->topics[i]->name, origin->value, len)) return true;
     return false;
 }
 

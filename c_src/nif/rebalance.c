@@ -26,13 +26,44 @@
 
 enum { PROMPT_MS = 2000, COMMIT_RESERVE_MS = 2000 };
 
-/* ------------------------------------------------------------------ partitions */
-static engine_topic *find_topic(engine *e, const char *name)
+/* ------------------------------------------------------------------ topics */
+engine_topic *engine_topic_find(engine *e, const char *name)
 {
     for (size_t i = 0; i < e->n_topics; i++)
-        if (!strcmp(e->topics[i].name, name)) return &e->topics[i];
+        if (!strcmp(e->topics[i]->name, name)) return e->topics[i];
     return NULL;
 }
+
+engine_topic *engine_topic_add(engine *e, char *name, char *marker_name)
+{
+    engine_topic **topics = enif_realloc(e->topics, (e->n_topics + 1) * sizeof *topics);
+    engine_topic *t = topics ? enif_alloc(sizeof *t) : NULL;
+    if (topics) e->topics = topics;
+    if (!t || !name || !marker_name) {
+        enif_free(t);
+        enif_free(name);
+        enif_free(marker_name);
+        return NULL;
+    }
+    *t = (engine_topic){.name = name, .marker_name = marker_name, .subscribed = true};
+    kmq_marker_scope_init(&t->scope, name, strlen(name), e->config.group_id, strlen(e->config.group_id));
+    e->topics[e->n_topics++] = t;
+    return t;
+}
+
+int engine_subscribe(engine *e, kafka_consumer *consumer, kafka_error *err)
+{
+    const char **names = enif_alloc((e->n_topics + 1) * sizeof *names);
+    if (!names) return KAFKA_ENOMEM;
+    size_t n = 0;
+    for (size_t i = 0; i < e->n_topics; i++)
+        if (e->topics[i]->subscribed) names[n++] = e->topics[i]->name;
+    int rc = kafka_consumer_subscribe(consumer, names, n, err);
+    enif_free(names);
+    return rc;
+}
+
+/* ------------------------------------------------------------------ partitions */
 
 part *engine_find(engine *e, const char *topic, int32_t partition)
 {
@@ -151,7 +182,7 @@ static int make_parts(engine *e, const kafka_partition *partitions, const bool *
     size_t made = 0;
     for (; made < n && !rc; made++) {
         const kafka_partition *kp = &partitions[made];
-        engine_topic *topic = find_topic(e, kp->topic);
+        engine_topic *topic = engine_topic_find(e, kp->topic);
         part *p = NULL;
         if (engine_find(e, kp->topic, kp->partition)) {
             kafka_error_set(err, 0, "%s-%d is assigned already", kp->topic, (int)kp->partition);

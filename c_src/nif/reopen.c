@@ -9,17 +9,6 @@
 #include "engine.h"
 #include "term.h"
 
-static int subscribe(engine *e, kafka_consumer *consumer, kafka_error *err)
-{
-    const char **names = enif_alloc((e->n_topics + 1) * sizeof *names);
-    if (!names) return KAFKA_ENOMEM;
-    size_t n = 0;
-    for (; n < e->n_topics; n++) names[n] = e->topics[n].name;
-    int rc = kafka_consumer_subscribe(consumer, names, n, err);
-    enif_free(names);
-    return rc;
-}
-
 static ERL_NIF_TERM assigned_term(const engine *e, ErlNifEnv *env)
 {
     ERL_NIF_TERM list = enif_make_list(env, 0);
@@ -61,7 +50,7 @@ KMQ_NIF(nif_consumer_reopen)
     ERL_NIF_TERM result = enif_make_list(env, 0);
     enif_mutex_lock(e->lock);
     bool wanted = e->state == ENGINE_OPEN && e->consumer_broken;
-    if (wanted && !rc) rc = subscribe(e, fresh, &err);
+    if (wanted && !rc) rc = engine_subscribe(e, fresh, &err);
     if (wanted && !rc) {
         result = assigned_term(e, env);
         replace(e, fresh);

@@ -24,6 +24,7 @@ void admin_dtor(ErlNifEnv *env, void *object);
 #define KMQ_NIF(name) ERL_NIF_TERM name(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[])
 KMQ_NIF(nif_consumer_open);
 KMQ_NIF(nif_consumer_subscribe);
+KMQ_NIF(nif_consumer_topics);
 KMQ_NIF(nif_consumer_attach);
 KMQ_NIF(nif_consumer_poll);
 KMQ_NIF(nif_consumer_take);

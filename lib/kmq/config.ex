@@ -112,6 +112,38 @@ defmodule Kmq.Config do
     %{config | consumer_props: props}
   end
 
+  @doc "The same with other queue topics, which may be none. Topics that are not there any more have no say in maps of topics."
+  @spec with_topics(t, [String.t()]) :: {:ok, t} | {:error, Error.t()}
+  def with_topics(config, topics) do
+    options = for name <- @options, do: {name, Map.get(config, name)}
+
+    maps =
+      for name <- [:marker_topic, :dead_letter_topic, :redeliver_to],
+          is_map(options[name]),
+          do: {name, Map.take(options[name], topics)}
+
+    with {:ok, topics} <- if(topics == [], do: {:ok, []}, else: Options.Types.topics(topics)),
+         options = Keyword.merge(options, [{:topics, topics} | maps]),
+         {:ok, derived} <- derive_topics(options) do
+      {:ok, config |> struct!(topics: topics) |> struct!(derived)}
+    else
+      {:error, message} ->
+        {:error, Error.new(:invalid_option, "invalid value for topics: " <> message)}
+    end
+  end
+
+  @doc "The configuration of a tracker for the topics of both."
+  @spec cover(t, t) :: t
+  def cover(config, other) do
+    %{
+      config
+      | topics: Enum.uniq(other.topics ++ config.topics),
+        marker_topics: Map.merge(other.marker_topics, config.marker_topics),
+        dead_letter_topics: Map.merge(other.dead_letter_topics, config.dead_letter_topics),
+        redeliver_topics: Map.merge(other.redeliver_topics, config.redeliver_topics)
+    }
+  end
+
   @doc "Validated publisher options and the properties of its producer and of its admin client."
   @spec publisher(keyword) ::
           {:ok, keyword, %{bootstrap: String.t(), producer_props: props, admin_props: props}}

@@ -83,6 +83,13 @@ defmodule Kmq.Consumer do
     end
   end
 
+  @doc """
+  Other queue topics from now on. Those that are new are checked first; what is in work of the others can still be settled. See
+  `OffBroadway.Kmq.Producer.update_topics/2`.
+  """
+  @spec update_topics(GenServer.server(), [String.t()]) :: :ok | {:error, Error.t()}
+  defdelegate update_topics(consumer, topics), to: Kmq.Control
+
   @doc "Leaves the group: acks and commits are written, what is not settled comes again after its lease."
   @spec stop(GenServer.server(), timeout) :: :ok
   def stop(consumer, timeout \\ :infinity), do: GenServer.stop(consumer, :normal, timeout)
@@ -179,6 +186,11 @@ defmodule Kmq.Consumer do
     {expired, waiting} = Enum.split_with(state.waiting, &(elem(&1, 0) == from))
     Enum.each(expired, &reply(&1, []))
     {:noreply, %{state | waiting: waiting}}
+  end
+
+  def handle_info({:kmq, ref, {:topics, topics}}, %{handle: %{ref: ref}} = state) do
+    {:ok, config} = Config.with_topics(state.config, topics)
+    {:noreply, %{state | config: config}}
   end
 
   def handle_info(:reopen, %{handle: nil, opening: nil} = state) do

@@ -1,8 +1,8 @@
 defmodule Kmq.Control do
   @moduledoc false
-  # Pause, resume and seek, of consumers and pipelines: whose partition it is, and where a place is. See guides/control.md.
+  # Pause, resume, seek and other topics, of consumers and pipelines: whose partition it is, and where a place is. See guides/control.md.
 
-  alias Kmq.{Error, Handle, Info, Security}
+  alias Kmq.{Error, Handle, Info, Security, Topics}
 
   @ask_ms 10_000
   # The three questions of position/4, and a bit.
@@ -83,6 +83,33 @@ defmodule Kmq.Control do
   defp place!(other) do
     raise ArgumentError,
           "expected an offset, :beginning, :end, {:timestamp, ms} or a DateTime, got: #{inspect(other)}"
+  end
+
+  @topics_ms 10_000
+
+  @doc "Other queue topics, in every member. The topics are checked here, so that no consumer waits for it."
+  @spec update_topics(term, [String.t()]) :: :ok | {:error, Error.t()}
+  def update_topics(server, topics) do
+    case handles(server) do
+      [] ->
+        message = "#{inspect(server)} has no connection just now"
+        {:error, Error.new(:closed, message, retriable?: true)}
+
+      [first | _] = handles ->
+        with {:ok, config} <- ask(first, {:with_topics, topics}),
+             {:ok, _partitions} <- Topics.prepare(config),
+             do: each(handles, &ask(&1, {:update_topics, topics}))
+    end
+  end
+
+  defp each([], _fun), do: :ok
+  defp each([handle | rest], fun), do: with(:ok <- fun.(handle), do: each(rest, fun))
+
+  defp ask(handle, request) do
+    GenServer.call(handle.pid, request, @topics_ms)
+  catch
+    :exit, {:timeout, _} -> {:error, Error.new(:timeout, "no answer in time", retriable?: true)}
+    :exit, _ -> {:error, Error.new(:closed, "the consumer is closed")}
   end
 
   # %{{topic, partition} => handle}

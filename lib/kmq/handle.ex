@@ -288,6 +288,9 @@ defmodule Kmq.Handle do
           borrower: nil,
           monitor: nil,
           tracker: nil,
+          # What its tracker is there for: all topics this consumer has ever had, open messages may be of any of them.
+          covered: config,
+          updated: false,
           timer: nil,
           timer_at: nil,
           resolver: nil,
@@ -342,7 +345,7 @@ defmodule Kmq.Handle do
 
     %{
       group_id: config.group_id,
-      topics: Enum.map(config.topics, &{&1, config.marker_topics[&1]}),
+      topics: engine_topics(config),
       format: config.marker_format,
       delivery: config.delivery,
       lease_ms: config.lease,
@@ -366,6 +369,8 @@ defmodule Kmq.Handle do
     }
   end
 
+  defp engine_topics(config), do: Enum.map(config.topics, &{&1, config.marker_topics[&1]})
+
   # A member that takes longer than max.poll.interval.ms is thrown out, and has waited for nothing.
   defp revoke_wait(config, drain?, max_poll) do
     most = if drain?, do: config.drain_timeout, else: min(config.drain_timeout, 10_000)
@@ -382,6 +387,8 @@ defmodule Kmq.Handle do
   end
 
   def handle_call({:attach, pid}, _from, state) do
+    # A producer that was restarted knows the topics of its options only.
+    if state.updated, do: send(pid, {:kmq, state.ref, {:topics, state.config.topics}})
     {:reply, :kmq_nif.consumer_attach(state.ref, pid), watch(state, pid)}
   end
 
@@ -420,6 +427,24 @@ defmodule Kmq.Handle do
 
   def handle_call({:close, timeout}, from, state) do
     {:noreply, close_begin(%{state | closers: [from | state.closers]}, timeout)}
+  end
+
+  def handle_call({:with_topics, topics}, _from, state),
+    do: {:reply, Config.with_topics(state.config, topics), state}
+
+  def handle_call({:update_topics, _topics}, _from, %{closing: closing, fenced: fenced} = state)
+      when closing or fenced,
+      do: {:reply, {:error, Error.new(:closed, "the consumer is closed")}, state}
+
+  def handle_call({:update_topics, topics}, _from, state) do
+    with {:ok, config} <- Config.with_topics(state.config, topics),
+         :ok <- :kmq_nif.consumer_topics(state.ref, engine_topics(config)) do
+      Logger.info("kmq: #{name(state)}: topics from now on: #{inspect(topics)}")
+      state.borrower && send(state.borrower, {:kmq, state.ref, {:topics, topics}})
+      {:reply, :ok, poll(cover(%{state | config: config, updated: true}))}
+    else
+      {:error, reason} -> {:reply, {:error, Error.from_native(reason, "topics")}, state}
+    end
   end
 
   def handle_call({:test_fatal, which}, _from, state) do
@@ -464,9 +489,9 @@ defmodule Kmq.Handle do
   def handle_info({:down, error}, state), do: down(error, state)
 
   def handle_info(:tracker, state) do
-    case Tracker.acquire(state.config, self()) do
+    case Tracker.acquire(state.covered, self()) do
       {:ok, pid} ->
-        {:noreply, %{state | tracker: Process.monitor(pid)}}
+        {:noreply, %{release_tracker(state) | tracker: {Process.monitor(pid), pid}}}
 
       {:error, error} ->
         Logger.error(
@@ -479,7 +504,7 @@ defmodule Kmq.Handle do
   end
 
   # Its supervisor starts it again, but it does not know of us any more.
-  def handle_info({:DOWN, monitor, :process, _pid, _reason}, %{tracker: monitor} = state) do
+  def handle_info({:DOWN, monitor, :process, _pid, _reason}, %{tracker: {monitor, _}} = state) do
     unless state.closing, do: Process.send_after(self(), :tracker, 200)
     {:noreply, %{state | tracker: nil}}
   end
@@ -953,6 +978,28 @@ defmodule Kmq.Handle do
 
   defp seek_error(_crash, _place, _state),
     do: Error.new(:kafka, "the place could not be looked up", retriable?: true)
+
+  # ---- tracker
+
+  defp cover(state) do
+    covered = Config.cover(state.config, state.covered)
+
+    Registry.update_value(Kmq.Registry, {:receipts, self()}, fn _ -> Receipt.info(covered) end)
+
+    if covered.marker_topics != state.covered.marker_topics and covered.tracker == :embedded,
+      do: send(self(), :tracker)
+
+    %{state | covered: covered}
+  end
+
+  # After the next one has been acquired, which may be the same.
+  defp release_tracker(%{tracker: nil} = state), do: state
+
+  defp release_tracker(%{tracker: {monitor, pid}} = state) do
+    Process.demonitor(monitor, [:flush])
+    Tracker.release(pid)
+    %{state | tracker: nil}
+  end
 
   # ---- borrower
 

@@ -73,6 +73,11 @@ defmodule Kmq.Tracker do
       {:error, Error.new(:tracker, "no tracker: " <> inspect(reason), retriable?: true)}
   end
 
+  @doc false
+  # The user needs it no more, though it lives on.
+  @spec release(pid, pid) :: :ok
+  def release(tracker, user \\ self()), do: GenServer.cast(tracker, {:release, user})
+
   # It may be ending just now: then another one is started.
   defp use_it(pid, config, user, tries) do
     case GenServer.call(pid, {:use, user}) do
@@ -191,6 +196,18 @@ defmodule Kmq.Tracker do
   end
 
   def handle_call({:command, _command}, _from, state), do: {:reply, not_running(), state}
+
+  @impl true
+  def handle_cast({:release, user}, state) do
+    case Enum.find(state.users, fn {_monitor, pid} -> pid == user end) do
+      {monitor, _pid} ->
+        Process.demonitor(monitor, [:flush])
+        {:noreply, linger(%{state | users: Map.delete(state.users, monitor)})}
+
+      nil ->
+        {:noreply, state}
+    end
+  end
 
   @impl true
   def handle_info({port, {:data, frame}}, %{port: port} = state) do

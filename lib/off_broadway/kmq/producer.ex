@@ -131,6 +131,22 @@ defmodule OffBroadway.Kmq.Producer do
     dying: nil
   ]
 
+  @doc """
+  Other queue topics from now on, for all producers of a pipeline that runs on this node: those that are new are checked (and with
+  `create_topics: true` their marker and dead letter topics made) and read, those that are not named are given back. `[]` reads nothing.
+
+  What is in work of a topic that is not read any more can still be acknowledged, and is redelivered where it is not; the tracker
+  of a pipeline (`tracker: :embedded`) covers all topics it has ever had. New topics go by the options: `:marker_topic` and the like
+  as maps apply to the topics they name, all others have the default names.
+
+      OffBroadway.Kmq.Producer.update_topics(Shop.Orders, ["orders", "returns"])
+
+  It lasts as long as the pipeline: after a start it reads the topics of its options again. When it fails for one of several producers, call
+  it again.
+  """
+  @spec update_topics(pipeline :: term, [String.t()]) :: :ok | {:error, Error.t()}
+  defdelegate update_topics(pipeline, topics), to: Kmq.Control
+
   # ---- Broadway.Producer
 
   @doc false
@@ -294,6 +310,12 @@ defmodule OffBroadway.Kmq.Producer do
       {:ok, state} -> take(state)
       {:error, error} -> {:stop, error, state}
     end
+  end
+
+  # For the next handle, if this one ends.
+  def handle_info({:kmq, ref, {:topics, topics}}, %{handle: %{ref: ref}} = state) do
+    {:ok, config} = Config.with_topics(state.config, topics)
+    {:noreply, [], %{state | config: config}}
   end
 
   # Wake-ups of a handle that was replaced.
