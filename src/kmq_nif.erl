@@ -11,7 +11,7 @@
          consumer_retry/5, consumer_extend/3, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
          consumer_close/2, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/5, consumer_test_fatal/2, consumer_reopen/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
-         publisher_set_token/5]).
+         publisher_set_token/5, publisher_reopen/1, publisher_test_fatal/1]).
 -export([admin_open/1, admin_close/1, admin_cluster_id/2, admin_partitions/3, admin_topics/2, admin_create_topic/6,
          admin_create_partitions/4, admin_delete_topic/3, admin_topic_config/3, admin_committed/3, admin_watermarks/4,
          admin_offset_for_time/5, admin_delete_records/5, admin_commit/5, admin_read/6, admin_set_token/5]).
@@ -120,6 +120,10 @@ publisher_poll(_Ref) -> erlang:nif_error(not_loaded).
 publisher_queued(_Ref) -> erlang:nif_error(not_loaded).
 -spec publisher_close(ref()) -> ok | failure().
 publisher_close(_Ref) -> erlang:nif_error(not_loaded).
+-spec publisher_reopen(ref()) -> ok | failure().
+publisher_reopen(_Ref) -> erlang:nif_error(not_loaded).
+-spec publisher_test_fatal(ref()) -> ok | failure().
+publisher_test_fatal(_Ref) -> erlang:nif_error(not_loaded).
 -spec publisher_set_token(ref(), binary(), integer(), binary(), props()) -> ok | failure().
 publisher_set_token(_Ref, _Token, _ExpiresMs, _Principal, _Extensions) -> erlang:nif_error(not_loaded).
 

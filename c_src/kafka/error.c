@@ -100,7 +100,7 @@ void kafka_error_each(void (*each)(void *ctx, int code), void *ctx)
     size_t n;
     rd_kafka_get_err_descs(&descriptions, &n);
     for (size_t i = 0; i < n; i++)
-        if (descriptions[i].name != NULL && descriptions[i].code != RD_KAFKA_RESP_ERR_NO_ERROR)
+        if (descriptions[i].desc != NULL && descriptions[i].code != RD_KAFKA_RESP_ERR_NO_ERROR)
             each(ctx, descriptions[i].code);
 }
 

@@ -146,6 +146,8 @@ static ErlNifFunc functions[] = {
     {"publisher_poll", 1, nif_publisher_poll, 0},
     {"publisher_queued", 1, nif_publisher_queued, 0},
     {"publisher_close", 1, nif_publisher_close, 0},
+    {"publisher_reopen", 1, nif_publisher_reopen, ERL_NIF_DIRTY_JOB_IO_BOUND},
+    {"publisher_test_fatal", 1, nif_publisher_test_fatal, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"publisher_set_token", 5, nif_publisher_set_token, 0},
     {"admin_open", 1, nif_admin_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"admin_close", 1, nif_admin_close, ERL_NIF_DIRTY_JOB_IO_BOUND},

@@ -10,7 +10,14 @@
 #include "kafka.h"
 #include "term.h"
 
-enum { MAX_TOPICS = 1024, REPORTS = 256, ROUNDS = 16, CLOSED_CODE = -197 /* _DESTROY */, MAX_HEADERS = 4096 };
+enum {
+    MAX_TOPICS = 1024,
+    REPORTS = 256,
+    ROUNDS = 16,
+    CLOSED_CODE = -197 /* _DESTROY */,
+    PURGED_CODE = -151 /* _PURGE_INFLIGHT */,
+    MAX_HEADERS = 4096
+};
 
 typedef struct batch batch;
 typedef struct item {
@@ -37,6 +44,10 @@ typedef struct topic_entry {
 typedef struct publisher {
     ErlNifMutex *lock, *wake_lock;
     kafka_producer *producer; /* NULL = closed */
+    kafka_property *props;    /* to open another one, when this one turned fatal */
+    size_t n_props;
+    void *memory;
+    bool idempotent;
     topic_entry *topics;
     size_t n_topics;
     batch *first;
@@ -89,18 +100,30 @@ static void complete(publisher *p, batch *b, ErlNifEnv *caller_env)
     enif_free(b);
 }
 
+static void forget_topics(publisher *p)
+{
+    for (size_t i = 0; i < p->n_topics; i++) enif_free(p->topics[i].name);
+    p->n_topics = 0;
+}
+
+/* The producer is gone, and with it what it had not reported. */
+static void fail_all(publisher *p, ErlNifEnv *caller_env, int code)
+{
+    while (p->first) {
+        batch *b = p->first;
+        for (size_t i = 0; i < b->n; i++)
+            if (b->items[i].error == 0 && b->items[i].offset < 0) b->items[i].error = code;
+        complete(p, b, caller_env);
+    }
+}
+
 static void close_locked(publisher *p, ErlNifEnv *caller_env)
 {
     if (!p->producer) return;
     kafka_producer_destroy(p->producer, NULL, NULL);
     p->producer = NULL;
     atomic_fetch_sub(&live_publishers, 1);
-    while (p->first) {
-        batch *b = p->first;
-        for (size_t i = 0; i < b->n; i++)
-            if (b->items[i].error == 0 && b->items[i].offset < 0) b->items[i].error = CLOSED_CODE;
-        complete(p, b, caller_env);
-    }
+    fail_all(p, caller_env, CLOSED_CODE);
     for (size_t i = 0; i < p->n_waiters; i++) send_simple(p, &p->waiters[i], caller_env, atoms.space);
     p->n_waiters = 0;
 }
@@ -120,8 +143,9 @@ void publisher_dtor(ErlNifEnv *env, void *object)
         enif_free_env(b->env);
         enif_free(b);
     }
-    for (size_t i = 0; i < p->n_topics; i++) enif_free(p->topics[i].name);
+    forget_topics(p);
     enif_free(p->topics);
+    enif_free(p->memory);
     enif_free(p->waiters);
     enif_mutex_destroy(p->lock);
     enif_mutex_destroy(p->wake_lock);
@@ -157,6 +181,10 @@ KMQ_NIF(nif_publisher_open)
     p->wake_lock = enif_mutex_create((char *)(uintptr_t) "kmq:publisher_wake");
     enif_self(env, &p->owner);
     p->owner_alive = true;
+    p->props = props;
+    p->n_props = n;
+    p->memory = memory;
+    p->idempotent = idempotent;
     kafka_error err = {0};
     kafka_wake wake = {.fn = woken, .ctx = p, .fd = -1};
     ErlNifMonitor monitor;
@@ -165,7 +193,6 @@ KMQ_NIF(nif_publisher_open)
     if (!rc) rc = enif_monitor_process(env, p, &p->owner, &monitor);
     ERL_NIF_TERM result = rc ? term_error(env, &err) : term_ok(env, enif_make_resource(env, p));
     enif_release_resource(p);
-    enif_free(memory);
     return result;
 }
 
@@ -177,6 +204,40 @@ KMQ_NIF(nif_publisher_open)
         enif_mutex_unlock(p->lock);                                                                                    \
         return term_error_atom(env, atoms.closed);                                                                     \
     }
+
+/* publisher_reopen(Ref): a producer that turned fatal is replaced. What it had not reported is failed, with an outcome nobody knows. */
+KMQ_NIF(nif_publisher_reopen)
+{
+    (void)argc;
+    PUBLISHER_OR_RETURN(p)
+    kafka_error err = {0};
+    kafka_wake wake = {.fn = woken, .ctx = p, .fd = -1};
+    kafka_producer *fresh;
+    int rc = KAFKA_OK;
+    if (kafka_producer_fatal(p->producer, NULL)) {
+        rc = kafka_producer_open(p->props, p->n_props, p->idempotent, &wake, &fresh, &err);
+        if (!rc) {
+            kafka_producer_destroy(p->producer, NULL, NULL);
+            p->producer = fresh;
+            forget_topics(p);
+            fail_all(p, env, PURGED_CODE);
+            for (size_t i = 0; i < p->n_waiters; i++) send_simple(p, &p->waiters[i], env, atoms.space);
+            p->n_waiters = 0;
+        }
+    }
+    enif_mutex_unlock(p->lock);
+    return rc ? term_error(env, &err) : atoms.ok;
+}
+
+KMQ_NIF(nif_publisher_test_fatal)
+{
+    (void)argc;
+    PUBLISHER_OR_RETURN(p)
+    int rc = kafka_producer_test_fatal(p->producer, "asked for by a test");
+    enif_mutex_unlock(p->lock);
+    kafka_error err = {0};
+    return rc ? term_error(env, &err) : atoms.ok;
+}
 
 KMQ_NIF(nif_publisher_close)
 {

@@ -51,6 +51,8 @@ KMQ_NIF(nif_publisher_space);
 KMQ_NIF(nif_publisher_poll);
 KMQ_NIF(nif_publisher_queued);
 KMQ_NIF(nif_publisher_close);
+KMQ_NIF(nif_publisher_reopen);
+KMQ_NIF(nif_publisher_test_fatal);
 KMQ_NIF(nif_publisher_set_token);
 KMQ_NIF(nif_admin_open);
 KMQ_NIF(nif_admin_close);

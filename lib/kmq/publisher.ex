@@ -36,6 +36,7 @@ defmodule Kmq.Publisher do
   @report_margin_ms 15_000
   # An outage fails messages by the thousand; the log gets a line a second.
   @log_ms 1_000
+  @reopen_ms 1_000
 
   @typedoc "Where a message is in its topic."
   @type place :: %{partition: non_neg_integer, offset: integer}
@@ -546,7 +547,20 @@ defmodule Kmq.Publisher do
 
   @impl true
   def handle_info({:kmq, ref, :ready}, %{ref: ref} = state) do
-    {:noreply, Enum.reduce(:kmq_nif.publisher_poll(ref), state, &event/2)}
+    events = :kmq_nif.publisher_poll(ref)
+    if Enum.any?(events, &match?({:error, {_, _, _, true, _}}, &1)), do: send(self(), :reopen)
+    {:noreply, Enum.reduce(events, state, &event/2)}
+  end
+
+  # A producer of librdkafka that turned fatal is of no use any more: another one takes its place.
+  def handle_info(:reopen, state) do
+    with {:error, error} <- :kmq_nif.publisher_reopen(state.ref) do
+      error = Error.from_native(error, "publisher: a new producer, tried again")
+      Logger.error("kmq: " <> error.message)
+      Process.send_after(self(), :reopen, @reopen_ms)
+    end
+
+    {:noreply, state}
   end
 
   def handle_info({:kmq_token, :publisher, token}, state) do

@@ -4,7 +4,28 @@ defmodule Kmq.Test.Bodies.Fatal do
 
   use Kmq.Test.ClusterCase.Bodies
 
-  alias Kmq.Consumer
+  alias Kmq.{Consumer, Publisher}
+
+  body "a publisher whose producer turned fatal says what was not published, and goes on", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    {:ok, publisher} = Publisher.start_link(hosts: cluster.hosts, compression: :none)
+    assert {:ok, _} = Publisher.publish(publisher, topic, "before")
+    %{ref: ref} = :sys.get_state(publisher)
+
+    # What is not sent yet when it happens fails, and is told.
+    assert :ok = Publisher.publish_many_async(publisher, for(i <- 1..500, do: {topic, "#{i}"}))
+    assert :ok = :kmq_nif.publisher_test_fatal(ref)
+    flushed = Publisher.flush(publisher, scaled(10_000))
+
+    assert eventually(fn -> match?({:ok, _}, Publisher.publish(publisher, topic, "after")) end)
+    assert :ok = Publisher.flush(publisher)
+    values = for record <- records(cluster, topic, 1), do: record.value
+    assert "before" in values and List.last(values) == "after"
+    if flushed == :ok, do: assert(length(values) == 502), else: assert({:error, _} = flushed)
+    assert :ok = Publisher.close(publisher)
+  end
 
   body "a fatal consumer client is replaced: what is in work can be settled, the rest comes at no attempt, none twice",
        %{cluster: cluster} do
