@@ -23,7 +23,7 @@ MAKEFLAGS += --no-print-directory
 JOBS   := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 C      := $(MAKE) -C c_src -j$(JOBS) BUILD=../_build/c
 WERROR ?= 0
-BUILD  := $(CURDIR)/_build/c
+BUILD  := _build/c
 
 # An Elixir in a bare C locale would complain about file names.
 export LC_ALL ?= C.UTF-8
@@ -115,7 +115,7 @@ lint: setup
 	@sh scripts/setup.sh lint
 	@mix format --check-formatted
 	@$(CLANG_FORMAT) --dry-run -Werror $$(find c_src test/c bench -name '*.[ch]')
-	@$(C) WERROR=1 BUILD=$(BUILD)/lint PRIV=$(BUILD)/lint/priv all check-deps
+	@$(C) WERROR=1 BUILD=../$(BUILD)/lint PRIV=../$(BUILD)/lint/priv all check-deps
 	@MIX_BUILD_PATH=_build/lint mix compile --warnings-as-errors
 	@echo "lint: ok"
 

@@ -34,11 +34,7 @@ defmodule Mix.Tasks.Compile.KmqNative do
     make = System.get_env("MAKE") || "make"
 
     unless System.find_executable(make) do
-      Mix.raise("""
-      kmq: #{make} is not there, and kmq has a part in C. On Debian and Ubuntu:
-          apt-get install make gcc pkg-config librdkafka-dev erlang-dev
-      elsewhere: GNU make, a C11 compiler, pkg-config, librdkafka (2.0.2 or newer) with headers, Erlang with headers.
-      """)
+      Mix.raise("kmq: #{make} is missing, and kmq has a part in C. Needed: #{needed()}")
     end
 
     jobs = "-j#{System.schedulers_online()}"
@@ -48,9 +44,19 @@ defmodule Mix.Tasks.Compile.KmqNative do
            into: IO.stream(),
            stderr_to_stdout: true
          ) do
-      {_, 0} -> {:noop, []}
-      {_, code} -> Mix.raise("kmq: #{make} -C c_src stopped with #{code}; its message is above")
+      {_, 0} ->
+        {:noop, []}
+
+      {_, code} ->
+        Mix.raise(
+          "kmq: the C part could not be built (#{make} ended with #{code}); what is wrong is said above"
+        )
     end
+  end
+
+  defp needed do
+    {command, 0} = System.cmd("sh", [Path.join([File.cwd!(), "c_src", "packages.sh"]), "build"])
+    String.trim(command)
   end
 
   defp priv_dir, do: Mix.Project.app_path() |> Path.join("priv") |> Path.expand()
@@ -87,9 +93,13 @@ defmodule Kmq.MixProject do
   defp elixirc_paths(_), do: ["lib"]
 
   # Without Hex every task refuses to run when any package is listed, even an optional one. Kmq compiles, tests and runs
-  # without packages: Broadway and telemetry are called only where they are.
+  # without packages: Broadway and telemetry are called only where they are. So they are listed where Hex is loaded; and where
+  # Kmq itself is being worked on, by the tasks that offer to install Hex. Of another project's dependency nobody should be asked that.
   defp deps do
-    if Code.ensure_loaded?(Hex) or Enum.any?(System.argv(), &(&1 =~ ~r/^(deps|hex)\./)) do
+    own? = Mix.Project.get() in [nil, __MODULE__]
+    fetching? = Enum.any?(System.argv(), &(&1 =~ ~r/^(deps|hex)\./))
+
+    if Code.ensure_loaded?(Hex) or (own? and fetching?) do
       [
         {:broadway, "~> 1.3", optional: true},
         {:telemetry, "~> 1.0"},

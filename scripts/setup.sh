@@ -44,13 +44,17 @@ check() {
         have kcat || need kcat kcat
         have faketime || need faketime faketime
         have openssl || need openssl openssl
+        have git || need git git
+        have rebar3 || need rebar3 rebar3
         if [ -z "${KMQ_KAFKA:-}" ]; then
             have javac || need "a JDK, 17 or newer" default-jdk-headless
             have mvn || need Maven maven
         fi
     fi
     if [ "$what" = lint ]; then
-        have clang-format-14 || have clang-format || need clang-format clang-format
+        have clang-format-14 || have clang-format || need clang-format clang-format-14
+        have clang-tidy-14 || have clang-tidy || need clang-tidy clang-tidy-14
+        have shellcheck || need shellcheck shellcheck
     fi
     [ -z "$missing" ]
 }

@@ -24,7 +24,7 @@ init() ->
     Path = filename:join(priv_dir(), "kmq_nif"),
     case erlang:load_nif(Path, ?ABI) of
         ok -> ok;
-        {error, {Reason, Text}} -> {error, {Reason, lists:flatten([Text, hint(Reason)])}}
+        {error, {Reason, Text}} -> {error, {Reason, lists:flatten([Text, hint(Reason, Text, Path)])}}
     end.
 
 priv_dir() ->
@@ -33,13 +33,21 @@ priv_dir() ->
         Dir -> Dir
     end.
 
-hint(load_failed) ->
-    " (kmq_nif needs librdkafka 2.0.2 or newer, package librdkafka1 or librdkafka, and must be built: `make -C c_src')";
-hint(load) ->
+hint(load_failed, Text, Path) ->
+    case {filelib:is_file(Path ++ ".so"), string:find(Text, "librdkafka")} of
+        {false, _} ->
+            " (kmq is not built: `mix deps.compile kmq --force', or `make -C c_src')";
+        {true, nomatch} ->
+            " (kmq_nif.so is there and cannot be loaded: was it built for another system? `mix deps.compile kmq --force')";
+        {true, _} ->
+            " (librdkafka 2.0.2 or newer must be installed where kmq runs: Debian, Ubuntu: apt-get install librdkafka1; "
+            "Alpine: apk add librdkafka; Fedora: dnf install librdkafka; macOS: brew install librdkafka)"
+    end;
+hint(load, _Text, _Path) ->
     " (kmq_nif.so is of another build than this module: build kmq again)";
-hint(upgrade) ->
+hint(upgrade, _Text, _Path) ->
     " (the native engine cannot be replaced in a running VM: restart it)";
-hint(_) ->
+hint(_, _Text, _Path) ->
     "".
 
 -type ref() :: reference().

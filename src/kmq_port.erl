@@ -6,7 +6,7 @@
 %% start/1 and call/5 are for a shell. Closing the port closes the program's stdin, which ends it in an orderly way.
 -module(kmq_port).
 
--export([program/1, open/1, close/1, encode/3, decode/1, send/4, start/1, call/5]).
+-export([program/1, open/1, open/2, close/1, encode/3, decode/1, send/4, start/1, start/2, call/5]).
 
 -export_type([id/0, reply/0]).
 
@@ -23,8 +23,12 @@ program(Name) ->
     filename:join(Priv, Name).
 
 -spec open(file:filename_all()) -> {ok, port()} | {error, file:posix() | badarg}.
-open(Path) ->
-    try open_port({spawn_executable, Path}, [binary, exit_status, {packet, 4}, {args, []}]) of
+open(Path) -> open(Path, []).
+
+%% The sandbox takes the number of its brokers: open(kmq_port:program("kmq_sandbox"), ["1"]).
+-spec open(file:filename_all(), [string()]) -> {ok, port()} | {error, file:posix() | badarg}.
+open(Path, Args) ->
+    try open_port({spawn_executable, Path}, [binary, exit_status, {packet, 4}, {args, Args}]) of
         Port -> {ok, Port}
     catch
         error:Reason -> {error, Reason}
@@ -57,12 +61,20 @@ send(Port, Id, Command, Args) ->
 %% Opens a program and waits for its first frame.
 -spec start(file:filename_all()) -> {ok, port()} | {error, term()}.
 start(Path) ->
-    case open(Path) of
+    case start(Path, []) of
+        {ok, Port, _Ready} -> {ok, Port};
+        Error -> Error
+    end.
+
+%% The same with arguments; tells the first frame, {ready, Version, ...}: of the sandbox it names the brokers.
+-spec start(file:filename_all(), [string()]) -> {ok, port(), tuple()} | {error, term()}.
+start(Path, Args) ->
+    case open(Path, Args) of
         {ok, Port} ->
             receive
                 {Port, {data, Frame}} ->
                     case decode(Frame) of
-                        {0, Ready} when element(1, Ready) =:= ready -> {ok, Port};
+                        {0, Ready} when element(1, Ready) =:= ready -> {ok, Port, Ready};
                         Other -> close(Port), {error, {not_ready, Other}}
                     end;
                 {Port, {exit_status, Status}} ->

@@ -2,6 +2,16 @@ defmodule Kmq.Application do
   @moduledoc false
   use Application
 
+  # The native part is loaded here, so that a machine without librdkafka is told so at the start, and not by an undefined
+  # function at the first message.
   @impl true
-  def start(_type, _args), do: Kmq.Supervisor.start_link([])
+  def start(_type, _args) do
+    case :code.ensure_loaded(:kmq_nif) do
+      {:module, _} ->
+        Kmq.Supervisor.start_link([])
+
+      {:error, reason} ->
+        {:error, "kmq: the native part cannot be loaded (#{reason}); the warning above says why"}
+    end
+  end
 end
