@@ -378,13 +378,35 @@ int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *parti
 
 /* ------------------------------------------------------------------ who it is in its group */
 
+/* The generation, which the library shows in the serialised form only: "CGMDv2:", then an int32. */
+static bool has_generation(const rd_kafka_consumer_group_metadata_t *metadata)
+{
+    static const char magic[] = "CGMDv2:";
+    void *bytes = NULL;
+    size_t n = 0;
+    int32_t generation = 0;
+    rd_kafka_error_t *error = rd_kafka_consumer_group_metadata_write(metadata, &bytes, &n);
+    if (error != NULL) {
+        rd_kafka_error_destroy(error);
+        return false;
+    }
+    if (n >= sizeof magic - 1 + sizeof generation && memcmp(bytes, magic, sizeof magic - 1) == 0)
+        memcpy(&generation, (const char *)bytes + sizeof magic - 1, sizeof generation);
+    rd_kafka_mem_free(NULL, bytes);
+    return generation >= 0;
+}
+
 kafka_group *kafka_consumer_group(kafka_consumer *consumer)
 {
     kafka_group *group = malloc(sizeof *group);
     if (group == NULL) return NULL;
     atomic_init(&group->refs, 1);
     group->metadata = rd_kafka_consumer_group_metadata(consumer->rk);
-    if (group->metadata != NULL) return group;
+    /* A broker takes what comes without a generation from anybody. Whoever has lost the group gets one again only after the loss was
+     * answered, which is done by this thread: so asking after the fact is enough. */
+    if (group->metadata != NULL && has_generation(group->metadata) && !rd_kafka_assignment_lost(consumer->rk))
+        return group;
+    if (group->metadata != NULL) rd_kafka_consumer_group_metadata_destroy(group->metadata);
     free(group);
     return NULL;
 }

@@ -171,7 +171,7 @@ size_t kafka_record_headers(const kafka_record *record, kafka_header *out, size_
 int kafka_consumer_commit(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, void *opaque,
                           kafka_error *err);
 /* Who it is in its group now (member, generation), for kafka_txn_offsets: what is committed with it is refused once the group has gone
- * on. May be read by any thread; as large as a few strings. NULL: no memory, or never a member. About 0.1 ms. */
+ * on. May be read by any thread; as large as a few strings. NULL: no memory, or not a member now. About 0.1 ms. */
 typedef struct kafka_group kafka_group;
 kafka_group *kafka_consumer_group(kafka_consumer *consumer);
 kafka_group *kafka_group_keep(kafka_group *group);

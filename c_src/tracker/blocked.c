@@ -21,9 +21,11 @@ static bool refuses(const tracker *t, const tracker_target *target, size_t bytes
     return target->refused_bytes && bytes >= target->refused_bytes && t->now_ms < target->refused_until_ms;
 }
 
+/* Within a transaction those that are sent alone follow each other. */
 bool tracker_sent_alone(const tracker *t, const tracker_item *item)
 {
-    return item->probe || item->target->probing || t->now_ms < item->target->solo_until_ms;
+    if (item->probe || item->target->probing) return true;
+    return !t->config.transactional && t->now_ms < item->target->solo_until_ms;
 }
 
 /* What is to go out as a probe goes back to the head of what is planned. */

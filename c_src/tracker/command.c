@@ -8,7 +8,8 @@
  *   configure       #{props := [{Name, Value}],                  librdkafka's properties; secrets travel here, never in argv
  *                     group := Bin, tracker_group := Bin, queues := [#{topic := Bin, markers := Bin, dead_letters := Bin, copies := Bin}],
  *                     format => range | kmq, max_redeliveries => N, dead_letter_oversize => wait | pointer, backoff => Bin, count_header => Bin, rate => N,
- *                     checkpoint_records => N, checkpoint_pause_ms => Ms, checkpoint_age_ms => Ms, trim_markers => true | false, trim_records => N}
+ *                     checkpoint_records => N, checkpoint_pause_ms => Ms, checkpoint_age_ms => Ms, trim_markers => true | false, trim_records => N,
+ *                     redelivery => idempotent | transactional, transaction_timeout_ms => Ms}
  *                                                                -> ok | {error, already_configured | {badarg, Field}}
  *   token           #{token := Bin, expires_ms := Ms since 1970, principal := Bin, extensions => [{Name, Value}]}
  *                                                                -> ok | {error, {badarg, Field}}; before configure and whenever wanted
@@ -183,6 +184,7 @@ void tracker_config_defaults(tracker_config *config)
                                .checkpoint_records = 20000,
                                .checkpoint_pause_ms = 5000,
                                .checkpoint_age_ms = 300000,
+                               .transaction_timeout_ms = 10000,
                                .trim_records = 10000};
 }
 
@@ -223,6 +225,10 @@ const char *tracker_config_decode(const tracker_command *command, tracker_config
             wrong = "checkpoint_pause_ms", ok = set_number(bytes, &at, &config->checkpoint_pause_ms);
         else if (strcmp(key, "checkpoint_age_ms") == 0)
             wrong = "checkpoint_age_ms", ok = set_number(bytes, &at, &config->checkpoint_age_ms);
+        else if (strcmp(key, "redelivery") == 0)
+            wrong = "redelivery", ok = set_flag(bytes, &at, "transactional", "idempotent", &config->transactional);
+        else if (strcmp(key, "transaction_timeout_ms") == 0)
+            wrong = "transaction_timeout_ms", ok = set_number(bytes, &at, &config->transaction_timeout_ms);
         else if (strcmp(key, "trim_records") == 0)
             wrong = "trim_records", ok = set_number(bytes, &at, &config->trim_records);
         else if (strcmp(key, "queues") == 0)

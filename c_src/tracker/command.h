@@ -30,6 +30,8 @@ typedef struct tracker_config {
     int64_t rate;            /* copies per second; 0 = no limit */
     /* CHECKPOINT: markers that the commit lags behind, and for how long at least; and how old a commit may be at all */
     int64_t checkpoint_records, checkpoint_pause_ms, checkpoint_age_ms;
+    bool transactional; /* copies, ENDs and our commit in one transaction */
+    int64_t transaction_timeout_ms;
     bool trim;            /* delete markers below an acknowledged commit ... */
     int64_t trim_records; /* ... so many at once */
     tracker_queue_config *queues;

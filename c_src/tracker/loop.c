@@ -221,6 +221,7 @@ static void parts_clear(tracker *t)
         part->gone = true;
         part->records = NULL;
         tracker_checkpoint_drop(part);
+        tracker_txn_part_drop(t, part);
         tracker_part_put(part);
     }
     tracker_redeliver_drop(t);
@@ -284,7 +285,7 @@ static bool wound_up(tracker *t, int64_t commit_limit_ms)
 {
     bool in_time = t->now_ms < t->step_until_ms;
     if (!t->final_commit) {
-        if (in_time && (t->n_copies || t->n_ends || t->n_commits)) return false;
+        if (in_time && (t->n_copies || t->n_txns || t->n_ends || t->n_commits)) return false;
         t->final_commit = true;
         t->step_until_ms = t->now_ms + commit_limit_ms;
         tracker_commits_send(t);
@@ -339,12 +340,13 @@ static bool consumer_open(tracker *t, kafka_error *err)
         ours[n++] = (kafka_property){"session.timeout.ms", "3000"};
     }
     if (kafka_version_number() >= 0x02020000) ours[n++] = (kafka_property){"fetch.queue.backoff.ms", "10"};
-    kafka_property *props = tracker_alloc((n + t->config.n_props + 2) * sizeof *props);
+    kafka_property *props = tracker_alloc((n + t->config.n_props + 3) * sizeof *props);
     const char **topics = tracker_alloc(n_topics * sizeof *topics);
     memcpy(props, ours, n * sizeof *props);
     memcpy(props + n, t->config.props, t->config.n_props * sizeof *props);
     n += t->config.n_props;
     props[n++] = (kafka_property){"group.id", t->config.tracker_group};
+    props[n++] = (kafka_property){"isolation.level", "read_committed"}; /* an aborted END has ended nothing */
     props[n++] =
         (kafka_property){"auto.offset.reset", "error"}; /* a position that is gone must be told, not skipped over */
     for (size_t i = 0; i < n_topics; i++) topics[i] = t->queues[i].markers;
@@ -395,6 +397,11 @@ static void check_done(helper_job *job, void *owner)
         goto done;
     }
     t->sandbox = strncmp(check->cluster, "mockCluster", 11) == 0;
+    if (t->sandbox && t->config.transactional) {
+        tracker_alarm(t, &t->alarm_ms[ALARM_CHECK], "transaction", NULL, -1,
+                      "a sandbox has no transactions: redelivery = idempotent, or a real Kafka");
+        goto done;
+    }
     if ((!t->producer && !tracker_producer_open(t, &err)) || !consumer_open(t, &err)) {
         tracker_error_event(t, &err);
         goto done;
@@ -720,7 +727,8 @@ static void jobs_done(tracker *t)
 {
     helper_job *job;
     if (!t->queues) return;
-    while ((job = helper_take(&t->asks)) || (job = helper_take(&t->loads)) || (job = helper_take(&t->reads)))
+    while ((job = helper_take(&t->asks)) || (job = helper_take(&t->loads)) || (job = helper_take(&t->reads)) ||
+           (job = tracker_txn_done(t)))
         job->done(job, t);
 }
 
@@ -747,6 +755,7 @@ static int next_deadline(const tracker *t)
     if (t->recover_waiting) least(&wait, t->recover_retry_ms - now);
     least(&wait, tracker_send_wait(t));
     least(&wait, tracker_redeliver_wait(t));
+    least(&wait, tracker_txn_wait(t));
     int64_t rate = tracker_rate_wait(&t->rate, now);
     if (rate > 0) least(&wait, rate);
     return wait < 0 ? 0 : (int)wait;
@@ -783,6 +792,7 @@ static void turn(tracker *t)
         tracker_checkpoint_step(t, part);
         tracker_trim_step(t, part);
     }
+    tracker_txn_step(t);
     parts_rotate(t);
     tracker_commits_ask(t);
     tracker_ends_flush(t);

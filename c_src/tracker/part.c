@@ -55,6 +55,7 @@ void tracker_part_put(tracker_part *part)
 {
     if (--part->refs > 0) return;
     kmq_lease_book_free(&part->book);
+    kafka_group_put(part->txn.group);
     free(part->held);
     free(part->ends);
     free(part);
@@ -82,6 +83,10 @@ static void barrier_passed(tracker *t, tracker_part *part)
     part->barrier = BARRIER_NONE;
     part->decide_ms = kmq_lease_book_log_time(&part->book);
     part->decide_until_ms = t->now_ms + TRACKER_FRESH_MS;
+    if (t->config.transactional) {
+        kafka_group_put(part->txn.group);
+        part->txn.group = kafka_consumer_group(t->consumer);
+    }
     if (part->barrier_below > part->below) {
         part->below = part->barrier_below;
         size_t kept = 0;
@@ -222,6 +227,7 @@ void tracker_part_step(tracker *t, tracker_part *part)
         part->asking = true; /* tracker_commits_ask; the barrier goes on with the answer */
         return;
     }
+    if (part->state == PART_READY && t->config.transactional && !tracker_txn_ready(t, part)) return;
     part->barrier_below = part->state == PART_READY ? part->asked_below : -1;
     part->barrier_retry_ms = t->now_ms + CLOCK_RETRY_MS;
     if (!KMQ_FAILPOINT("clock")) tracker_clock_send(t, part);
@@ -232,7 +238,9 @@ int64_t tracker_part_wait(const tracker *t, const tracker_part *part)
     int64_t wait = INT64_MAX;
     if (part->hot && part->state != PART_STOPPED && part->state != PART_NEW) return 0;
     if (t->mode != MODE_RUNNING) return wait;
-    if (part->barrier == BARRIER_WANTED && !part->asking) wait = part->barrier_retry_ms - t->now_ms;
+    /* while it waits for a producer, that has wake-ups of its own */
+    bool producer = !t->config.transactional || part->state != PART_READY || tracker_txn_has(part);
+    if (part->barrier == BARRIER_WANTED && !part->asking && producer) wait = part->barrier_retry_ms - t->now_ms;
     if (part->state == PART_READY && part->barrier == BARRIER_NONE) {
         int64_t due_ms = kmq_lease_book_next_due(&part->book);
         if (!decided(part, t->now_ms, due_ms))
@@ -396,8 +404,9 @@ void tracker_part_measure(const tracker *t, const tracker_part *part, tracker_pa
 
 static bool wants_commit(const tracker_part *part)
 {
-    return part->state == PART_READY && !part->gone && !part->committing &&
-           tracker_part_commit_value(part).offset > part->committed;
+    if (part->state != PART_READY || part->gone || part->committing) return false;
+    int64_t offset = tracker_part_commit_value(part).offset;
+    return offset > part->committed || (part->txn.confirm && offset == part->committed);
 }
 
 static void commit_free(commit_record *commit)
@@ -453,6 +462,7 @@ void tracker_commit_done(tracker *t, const kafka_event *event)
         part->committing = false;
         if (error == 0) {
             part->committed = commit->partitions[i].offset;
+            part->txn.confirm = false;
             if (commit->metadata[i][0] && KMQ_FAILPOINT("ck_committed")) part->committed = -1;
         } else {
             code = error;

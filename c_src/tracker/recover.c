@@ -27,6 +27,7 @@ typedef struct recover_place {
     tracker_part *part;
     const char *markers;
     const kmq_marker_scope *scope;
+    tracker_fenced fenced;
     int32_t partition;
     int64_t committed, low, high;
     tracker_reference_kind kind; /* of the commit's metadata */
@@ -43,7 +44,7 @@ typedef struct recover_place {
 
 typedef struct recover_job {
     helper_job job;
-    tracker *owner; /* its epoch is looked at, nothing else */
+    tracker *owner; /* its epoch, configuration and token are looked at, nothing else */
     uint32_t epoch;
     bool restart; /* one part that lost its position */
     int rc;
@@ -185,10 +186,24 @@ static int decide(walk *w)
     return begin_at(place, place->low, GAP_RETENTION, place->committed);
 }
 
+/* What a predecessor has left open would hide M's end. */
+static int fence(recover_job *recover, void *thread)
+{
+    tracker_fenced *places = tracker_alloc(recover->n * sizeof *places);
+    for (size_t i = 0; i < recover->n; i++) places[i] = recover->places[i].fenced;
+    int rc = over(recover) ? KAFKA_OK
+                           : tracker_fence(&recover->owner->config, &recover->owner->token, thread, places, recover->n,
+                                           &recover->error);
+    free(places);
+    return rc;
+}
+
 static void recover_run(helper_job *job, void *thread)
 {
     recover_job *recover = (recover_job *)(void *)job;
     kafka_error *err = &recover->error;
+    recover->rc = recover->owner->config.transactional ? fence(recover, thread) : KAFKA_OK;
+    if (recover->rc != KAFKA_OK) return;
     kafka_admin *admin = tracker_tracker_admin(thread, err);
     kafka_reader *reader = admin ? tracker_reader(thread, err) : NULL;
     kafka_partition *partitions = tracker_alloc(recover->n * sizeof *partitions);
@@ -342,11 +357,23 @@ static recover_job *recover_new(tracker *t, size_t n)
     return recover;
 }
 
+static tracker_fenced fenced_of(const tracker_part *part)
+{
+    const tracker_queue *queue = part->queue;
+    int n = queue->dead_letters.state == TARGET_OPEN ? queue->dead_letters.n_partitions : 0;
+    return (tracker_fenced){.markers = queue->markers,
+                            .copies = queue->copies.topic,
+                            .dead_letters = queue->dead_letters.topic,
+                            .partition = part->partition,
+                            .dead_partition = n > 0 ? part->partition % n : -1};
+}
+
 static void place_add(recover_job *recover, tracker_part *part)
 {
     recover->places[recover->n++] = (recover_place){.part = part,
                                                     .markers = part->queue->markers,
                                                     .scope = &part->queue->scope,
+                                                    .fenced = fenced_of(part),
                                                     .partition = part->partition,
                                                     .loaded = {.as_of = -1}};
 }
@@ -373,6 +400,7 @@ void tracker_part_lost(tracker *t, tracker_part *part)
     part->gone = true; /* what is under way for the old book no longer touches it */
     part->hot = false;
     tracker_checkpoint_drop(part);
+    tracker_txn_part_drop(t, part);
     recover_job *recover = recover_new(t, 1);
     recover->restart = true;
     place_add(recover, fresh);

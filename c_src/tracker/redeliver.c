@@ -31,10 +31,17 @@ static void item_free(tracker *t, tracker_item *item)
 }
 
 /* Not now: due again in its book. */
-static void item_back(tracker *t, tracker_item *item)
+void tracker_item_back(tracker *t, tracker_item *item)
 {
     if (!item->part->gone) tracker_give_back(item->part, item->offset);
     item_free(t, item);
+}
+
+void tracker_item_unload(tracker *t, tracker_item *item)
+{
+    if (item->payload) t->active_bytes -= item->payload->bytes;
+    free(item->payload);
+    item->payload = NULL;
 }
 
 /* Waits in `waits` without its payload. */
@@ -152,7 +159,7 @@ static void plan(tracker *t, tracker_item *item, bool stale)
     int64_t now_ms = kmq_lease_book_log_time(&part->book);
     if (stale || t->mode != MODE_RUNNING || part->gone || part->state != PART_READY || !item->known ||
         !kmq_lease_book_still_due(&part->book, item->offset, now_ms)) {
-        item_back(t, item);
+        tracker_item_back(t, item);
         return;
     }
     if (!item->found) {
@@ -197,7 +204,8 @@ static void read_done(helper_job *job, void *owner)
         tracker_alarm(t, &t->alarm_ms[ALARM_READ], "read", read->topic, read->partition,
                       "cannot be read, tried again: %s", read->error.text);
     }
-    for (size_t i = 0; i < read->n; i++) plan(t, read->items[i], read->given_ms < t->woken_ms);
+    bool stale = read->given_ms < t->woken_ms || read->given_ms <= part->txn.void_ms;
+    for (size_t i = 0; i < read->n; i++) plan(t, read->items[i], stale);
     tracker_part_put(part);
     free(read->offsets);
     free(read);
@@ -304,6 +312,7 @@ void tracker_redeliver_take(tracker *t, tracker_part *part)
 {
     if (t->mode != MODE_RUNNING || part->gone || part->state != PART_READY) return;
     if (tracker_now_ms() >= part->decide_until_ms) return; /* a clock of its own: we may just have been asleep */
+    if (t->config.transactional && !tracker_txn_may_take(t, part)) return;
     while (take(t, part)) continue;
 }
 
@@ -393,7 +402,7 @@ static void planned_drop(tracker *t, tracker_target *target)
     target->planned_first = target->planned_last = NULL;
     for (; item; item = next) {
         next = item->next;
-        item_back(t, item);
+        tracker_item_back(t, item);
     }
 }
 
@@ -410,7 +419,7 @@ static bool target_send(tracker *t, tracker_target *target)
         if (!target->planned_first) target->planned_last = NULL;
         if (open && tracker_blocked(t, item)) continue;
         if (!ours) {
-            item_back(t, item);
+            tracker_item_back(t, item);
         } else if (target->state != TARGET_OPEN || (!target->dead && item->part->partition >= target->n_partitions)) {
             if (target->state == TARGET_OPEN) {
                 target->state = TARGET_UNKNOWN; /* it may have grown */
@@ -466,6 +475,7 @@ int64_t tracker_redeliver_wait(const tracker *t)
 
 void tracker_redeliver_drop(tracker *t)
 {
+    tracker_txn_drop(t);
     for (size_t i = 0; i < t->config.n_queues; i++) {
         planned_drop(t, &t->queues[i].copies);
         planned_drop(t, &t->queues[i].dead_letters);
@@ -499,7 +509,9 @@ void tracker_copy_done(tracker *t, tracker_item *item, int64_t copy_offset)
         t->n_dead_lettered++;
     else
         t->n_redelivered++;
-    tracker_end_add(t, part, item->offset, item->fate.dead ? KMQ_END_DEAD_LETTERED : KMQ_END_REDELIVERED, copy_offset);
+    if (!t->config.transactional)
+        tracker_end_add(t, part, item->offset, item->fate.dead ? KMQ_END_DEAD_LETTERED : KMQ_END_REDELIVERED,
+                        copy_offset);
     tracker_taken(item);
     item_free(t, item);
 }
@@ -519,7 +531,7 @@ void tracker_copy_failed(tracker *t, tracker_item *item, int error)
     bool too_large = strcmp(name, "MSG_SIZE_TOO_LARGE") == 0;
     if (too_large && !item->alone) { /* one of its batch, perhaps another one, or the batch as such */
         target->solo_until_ms = t->now_ms + SOLO_MS;
-        item_back(t, item);
+        tracker_item_back(t, item);
         return;
     }
     if (too_large || strcmp(name, "TOPIC_AUTHORIZATION_FAILED") == 0) {

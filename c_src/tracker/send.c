@@ -5,8 +5,7 @@
  *   the producer turned fatal: what it still has counts as failed, a new one is opened.
  *
  * An END record is kept as the bytes that were sent, so that sending it again needs nothing else: not the book, not the partition.
- * TLV 5 (offset of the copy) of a record with several offsets is the copy of the first one, and those of the others follow it one
- * by one: where the copies do not lie so, a new record begins. */
+ * With `redelivery = transactional` copies and their ENDs are txn.c's; CLOCKs, checkpoints and other ENDs go this way all the same. */
 #include "tracker.h"
 
 #include <stdlib.h>
@@ -14,7 +13,7 @@
 
 #include "failpoint.h"
 
-enum { REPORTS = 1000, RECORD_RANGES = 1000, TLV_ROOM = 64 };
+enum { REPORTS = 1000, TLV_ROOM = 64 };
 
 /* ------------------------------------------------------------------ the ring */
 
@@ -134,55 +133,21 @@ static void end_report(tracker *t, tracker_end_record *record, int error)
     free(record);
 }
 
-static int by_cause_and_offset(const void *a, const void *b)
-{
-    const tracker_end *x = a, *y = b;
-    if (x->cause != y->cause) return x->cause < y->cause ? -1 : 1;
-    return x->offset < y->offset ? -1 : x->offset > y->offset;
-}
+typedef struct flushing {
+    tracker *t;
+    tracker_part *part;
+} flushing;
 
-static bool follows(const tracker_end *previous, const tracker_end *end, const tracker_end *first, size_t i)
+static void flush_record(void *ctx, int64_t key_offset, const uint8_t *bytes, size_t n)
 {
-    if (end->cause != first->cause || end->offset == previous->offset) return false;
-    return first->copy_offset < 0 ? end->copy_offset < 0 : end->copy_offset == first->copy_offset + (int64_t)i;
-}
-
-/* One record of the leading ENDs; returns how many went into it. */
-static size_t range_record(tracker *t, tracker_part *part, const tracker_end *ends, size_t n)
-{
-    static uint8_t bytes[KMQ_MARKER_MAX_BYTES];
-    kmq_range ranges[RECORD_RANGES];
-    size_t n_ranges = 0, i = 0, used = 0;
-    for (; i < n && (i == 0 || follows(&ends[i - 1], &ends[i], &ends[0], i)); i++) {
-        if (n_ranges && ranges[n_ranges - 1].hi == ends[i].offset) {
-            ranges[n_ranges - 1].hi++;
-        } else {
-            if (n_ranges == RECORD_RANGES) break;
-            ranges[n_ranges++] = (kmq_range){ends[i].offset, ends[i].offset + 1};
-        }
-    }
-    kmq_marker_tlv tlv = {.copy_offset = ends[0].copy_offset, .has_copy_offset = ends[0].copy_offset >= 0};
-    int len = kmq_marker_encode(bytes, sizeof bytes, &part->queue->scope, KMQ_MARKER_END, ranges, n_ranges, 0,
-                                ends[0].cause, 0, &tlv, &used);
-    if (len < 0 || used == 0) abort(); /* a thousand ranges fit */
-    end_new(t, part, -1, bytes, (size_t)len);
-    size_t done = 0;
-    for (size_t r = 0; r < used; r++) done += (size_t)(ranges[r].hi - ranges[r].lo);
-    return done;
+    flushing *flushed = ctx;
+    end_new(flushed->t, flushed->part, key_offset, bytes, n);
 }
 
 static void part_flush(tracker *t, tracker_part *part)
 {
-    qsort(part->ends, part->n_ends, sizeof *part->ends, by_cause_and_offset);
-    for (size_t i = 0; i < part->n_ends;) {
-        if (!t->config.kmq_format) {
-            i += range_record(t, part, part->ends + i, part->n_ends - i);
-        } else {
-            uint8_t end[1];
-            int n = kmq_marker_encode_kmq_end(end);
-            end_new(t, part, part->ends[i++].offset, end, n > 0 ? (size_t)n : sizeof end);
-        }
-    }
+    flushing flushed = {t, part};
+    tracker_ends_encode(&part->queue->scope, t->config.kmq_format, part->ends, part->n_ends, flush_record, &flushed);
     part->n_ends = 0;
 }
 
@@ -233,45 +198,56 @@ static void ends_again(tracker *t)
 
 /* ------------------------------------------------------------------ copies */
 
-bool tracker_copy_send(tracker *t, tracker_item *item)
+void tracker_copy_build(const tracker_config *config, const tracker_item *item, int n_partitions, tracker_copy *out)
 {
-    if (!t->producer || !item->target->out) return false;
-    tracker_part *part = item->part;
-    tracker_target *target = item->target;
-    kafka_header few[64 + TRACKER_OWN_HEADERS], *headers = few, *many = NULL;
-    size_t n = item->payload->n_headers;
-    if (n > 64) headers = many = tracker_alloc((n + TRACKER_OWN_HEADERS) * sizeof *many);
-    tracker_stamp stamp;
+    const tracker_part *part = item->part;
+    const tracker_payload *payload = item->payload;
+    size_t n = payload->n_headers;
+    out->many = n > TRACKER_COPY_FEW ? tracker_alloc((n + TRACKER_OWN_HEADERS) * sizeof *out->many) : NULL;
+    out->headers = out->many ? out->many : out->few;
     tracker_source source = {.topic = part->queue->topic,
                              .partition = part->partition,
                              .offset = item->offset,
-                             .timestamp_ms = item->payload->timestamp_ms,
-                             .group = t->config.group,
-                             .count_header = t->config.count_header,
+                             .timestamp_ms = payload->timestamp_ms,
+                             .group = config->group,
+                             .count_header = config->count_header,
                              .cause = item->cause,
                              .flags = item->flags,
                              .text = item->text,
                              .text_len = item->text_len,
                              .extent = item->extent,
-                             .value_len = item->payload->value_len};
-    n = tracker_rewrite(&source, &item->fate, item->payload->headers, n, headers, &stamp);
-    int32_t partition = target->dead && part->partition >= target->n_partitions ? part->partition % target->n_partitions
-                                                                                : part->partition;
-    kafka_error err;
+                             .value_len = payload->value_len};
     bool key = item->extent != TRACKER_BARE_POINTER, value = item->extent == TRACKER_WHOLE;
-    int rc = kafka_producer_send(t->producer, target->out, partition, key ? item->payload->key : NULL,
-                                 key ? item->payload->key_len : 0, value ? item->payload->value : NULL,
-                                 value ? item->payload->value_len : 0, headers, n, 0, item, &err);
-    free(many);
+    out->n_headers = tracker_rewrite(&source, &item->fate, payload->headers, n, out->headers, &out->stamp);
+    out->partition =
+        item->fate.dead && part->partition >= n_partitions ? part->partition % n_partitions : part->partition;
+    out->key = key ? payload->key : NULL;
+    out->key_len = key ? payload->key_len : 0;
+    out->value = value ? payload->value : NULL;
+    out->value_len = value ? payload->value_len : 0;
+}
+
+bool tracker_copy_send(tracker *t, tracker_item *item)
+{
+    if (!t->producer || !item->target->out) return false;
+    tracker_target *target = item->target;
+    if (t->config.transactional) {
+        tracker_txn_add(t, item);
+        return true;
+    }
+    tracker_copy copy;
+    kafka_error err;
+    tracker_copy_build(&t->config, item, target->n_partitions, &copy);
+    int rc = kafka_producer_send(t->producer, target->out, copy.partition, copy.key, copy.key_len, copy.value,
+                                 copy.value_len, copy.headers, copy.n_headers, 0, item, &err);
+    free(copy.many);
     if (rc == KAFKA_EFULL) return false;
     if (rc == KAFKA_OK) {
         tracker_send_add(t, &item->send, TRACKER_SEND_COPY);
         item->alone = tracker_sent_alone(t, item);
         t->n_copies++;
         target->in_flight++;
-        t->active_bytes -= item->payload->bytes; /* the producer has its own copy, and bounds them */
-        free(item->payload);
-        item->payload = NULL;
+        tracker_item_unload(t, item); /* the producer has its own copy, and bounds them */
     } else {
         tracker_copy_failed(t, item, err.code);
     }

@@ -165,6 +165,7 @@ static outcome set(reading *r, const char *key, char **value)
                    {"checkpoint_pause_ms", 1, &config->checkpoint_pause_ms},
                    {"checkpoint_age_ms", 1, &config->checkpoint_age_ms},
                    {"trim_records", 1, &config->trim_records},
+                   {"transaction_timeout_ms", 1000, &config->transaction_timeout_ms},
                    {"metrics_interval_ms", 100, &settings->metrics_interval_ms},
                    {"log_level", 0, &settings->log_level}};
     const struct {
@@ -172,6 +173,7 @@ static outcome set(reading *r, const char *key, char **value)
         bool *flag;
     } flags[] = {{"format", "kmq", "range", &config->kmq_format},
                  {"dead_letter_oversize", "pointer", "wait", &config->pointer},
+                 {"redelivery", "transactional", "idempotent", &config->transactional},
                  {"trim_markers", "true", "false", &config->trim},
                  {"log", "json", "text", &settings->json}};
     enum { NUMBERS = sizeof numbers / sizeof numbers[0], FLAGS = sizeof flags / sizeof flags[0] };

@@ -79,6 +79,14 @@ int tracker_token_give_reader(tracker_token *token, uint32_t *seen, kafka_reader
     return rc;
 }
 
+int tracker_token_give_txn(tracker_token *token, uint32_t *seen, kafka_txn *txn, kafka_error *err)
+{
+    if (!newer(token, seen)) return KAFKA_OK;
+    int rc = kafka_txn_set_token(txn, &token->token, err);
+    pthread_mutex_unlock(&token->lock);
+    return rc;
+}
+
 const char *tracker_token_read(const char *path, kafka_token *out)
 {
     struct timespec now;

@@ -30,6 +30,7 @@ int tracker_token_give(tracker_token *token, uint32_t *seen, kafka_consumer *con
                        kafka_error *err);
 int tracker_token_give_admin(tracker_token *token, uint32_t *seen, kafka_admin *admin, kafka_error *err);
 int tracker_token_give_reader(tracker_token *token, uint32_t *seen, kafka_reader *reader, kafka_error *err);
+int tracker_token_give_txn(tracker_token *token, uint32_t *seen, kafka_txn *txn, kafka_error *err);
 /* The first line of a file as a token that is good until it is read again. NULL, or what is wrong with it. */
 const char *tracker_token_read(const char *path, kafka_token *out);
 

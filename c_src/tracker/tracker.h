@@ -27,6 +27,7 @@
 #define TRACKER_H
 
 #include <ei.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -61,13 +62,15 @@ enum {
     TRACKER_READ_MS = 5000,          /* time limit of a read of Q */
     TRACKER_COMMIT_MS = 250,         /* between commits */
     TRACKER_TICK_MS = 1000,          /* gauges */
-    TRACKER_ALARM_MS = 30000         /* the same alarm at most every */
+    TRACKER_ALARM_MS = 30000,        /* the same alarm at most every */
+    TRACKER_LANES = 16               /* producers of transactions, each with a thread of its own */
 };
 
 typedef struct tracker tracker;
 typedef struct tracker_part tracker_part;
 typedef struct tracker_item tracker_item;
 typedef struct tracker_checkpoint tracker_checkpoint;
+typedef struct tracker_lane tracker_lane;
 
 /* What was given to the producer and not yet reported; in a ring, so that nothing is lost when the producer is rebuilt. */
 typedef enum tracker_send_kind {
@@ -147,6 +150,17 @@ typedef struct tracker_sum {
 } tracker_sum;
 enum { TRACKER_CAUSES = 7 };
 
+/* txn.c's of a partition */
+typedef struct tracker_txn {
+    tracker_lane *lane;                      /* NULL: has none */
+    bool wanted;                             /* needs one */
+    bool confirm;                            /* a commit must be acknowledged before a producer is made again */
+    bool dead_next;                          /* whose turn it is */
+    struct tracker_item *first[2], *last[2]; /* to go out: copies, dead letters */
+    int64_t retry_ms, pause_ms, void_ms;     /* not before; grows; what was decided up to then is void */
+    kafka_group *group;                      /* who we were when it was decided */
+} tracker_txn;
+
 typedef enum tracker_part_state { PART_NEW, PART_REPLAY, PART_READY, PART_STOPPED } tracker_part_state;
 typedef enum tracker_barrier { BARRIER_NONE, BARRIER_WANTED, BARRIER_SENT } tracker_barrier;
 
@@ -191,7 +205,8 @@ struct tracker_part {
     tracker_part *next_ending;
 
     int64_t committed; /* acknowledged; -1 = none that later ones must be above */
-    bool committing;
+    bool committing;   /* one at a time, be it by itself or in a transaction */
+    tracker_txn txn;
     tracker_reference reference;    /* the newest checkpoint that is durable; as_of -1 = none */
     int64_t reference_ms;           /* since when */
     int64_t n_loaded, loaded_ts_ms; /* what recovery found in it; its broker time */
@@ -294,6 +309,8 @@ struct tracker {
     const char *token_file; /* the daemon's; NULL = the owner gives tokens */
 
     uint64_t instance; /* high bits random, low bits count CLOCKs */
+    tracker_lane *lanes[TRACKER_LANES];
+    size_t n_txns;     /* that run */
     void *threads[8];  /* what the helper threads keep: one that asks, one that trims, one that loads, five that read */
     tracker_send sent; /* ring */
     size_t n_copies, n_ends;
@@ -350,7 +367,35 @@ void tracker_trim_step(tracker *t, tracker_part *part);
 kafka_admin *tracker_group_admin(void *thread, kafka_error *err);   /* reads the consumer group's commits */
 kafka_admin *tracker_tracker_admin(void *thread, kafka_error *err); /* reads the tracker group's */
 kafka_reader *tracker_reader(void *thread, kafka_error *err);
+/* Two that see M's and Q's ends: the high watermark, and where the first open transaction begins. */
+kafka_admin *tracker_end_admin(void *thread, bool stable, kafka_error *err);
+/* Not kept: the caller's. Its id is "<tracker group>/<marker topic>/<partition>". */
+kafka_txn *tracker_txn_open(const tracker_config *config, const char *markers, int32_t partition, kafka_error *err);
 void *tracker_thread_new(const tracker_config *config, tracker_token *token);
+
+/* ends.c. out gets the record's key offset and value, which are its own. Sorts ends. */
+typedef void tracker_ends_out(void *ctx, int64_t key_offset, const uint8_t *bytes, size_t n);
+void tracker_ends_encode(const kmq_marker_scope *scope, bool kmq_format, tracker_end *ends, size_t n,
+                         tracker_ends_out *out, void *ctx);
+
+/* txn.c: redelivery in transactions */
+bool tracker_txn_ready(tracker *t, tracker_part *part); /* its id is ours; if not, that is seen to */
+bool tracker_txn_has(const tracker_part *part);         /* the same, only asked */
+bool tracker_txn_may_take(const tracker *t, const tracker_part *part);
+void tracker_txn_add(tracker *t, tracker_item *item); /* takes it */
+void tracker_txn_step(tracker *t);
+int64_t tracker_txn_wait(const tracker *t);
+helper_job *tracker_txn_done(tracker *t);                   /* the next job that is done; NULL = none */
+void tracker_txn_drop(tracker *t);                          /* what has not gone out is due again */
+void tracker_txn_part_drop(tracker *t, tracker_part *part); /* the partition is gone */
+
+/* fence.c: for a helper thread. Ends transactions that others have left open where these partitions' copies and markers go. */
+typedef struct tracker_fenced {
+    const char *markers, *copies, *dead_letters;
+    int32_t partition, dead_partition; /* -1: not to be looked at */
+} tracker_fenced;
+int tracker_fence(const tracker_config *config, tracker_token *token, void *thread, const tracker_fenced *places,
+                  size_t n, kafka_error *err);
 
 /* send.c: the producer */
 bool tracker_producer_open(tracker *t, kafka_error *err);
@@ -359,7 +404,18 @@ void tracker_send_add(tracker *t, tracker_send *send, tracker_send_kind kind);
 void tracker_clock_send(tracker *t, tracker_part *part);
 void tracker_ends_flush(tracker *t);
 bool tracker_copy_send(tracker *t, tracker_item *item); /* false: the local queue is full, item untouched */
-int64_t tracker_send_wait(const tracker *t);            /* ms until it wants to be called again */
+/* A copy as it goes out: borrows from item, config and itself. */
+enum { TRACKER_COPY_FEW = 64 };
+typedef struct tracker_copy {
+    kafka_header few[TRACKER_COPY_FEW + TRACKER_OWN_HEADERS], *many /* to be freed */, *headers;
+    size_t n_headers;
+    tracker_stamp stamp;
+    int32_t partition;
+    const void *key, *value;
+    size_t key_len, value_len;
+} tracker_copy;
+void tracker_copy_build(const tracker_config *config, const tracker_item *item, int n_partitions, tracker_copy *out);
+int64_t tracker_send_wait(const tracker *t); /* ms until it wants to be called again */
 
 /* part.c: one marker partition */
 tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partition);
@@ -409,8 +465,11 @@ void tracker_redeliver_take(tracker *t, tracker_part *part); /* what is due and 
 void tracker_reader_warm(tracker *t, const tracker_part *part);
 void tracker_redeliver_step(tracker *t); /* planned copies to the producer, pauses, targets */
 int64_t tracker_redeliver_wait(const tracker *t);
-void tracker_redeliver_drop(tracker *t); /* what is planned and what waits goes back to its book */
-void tracker_copy_done(tracker *t, tracker_item *item, int64_t copy_offset);
+void tracker_redeliver_drop(tracker *t);                  /* what is planned and what waits goes back to its book */
+void tracker_item_back(tracker *t, tracker_item *item);   /* not now: due again in its book */
+void tracker_item_unload(tracker *t, tracker_item *item); /* its payload is given up */
+void tracker_copy_done(tracker *t, tracker_item *item,
+                       int64_t copy_offset); /* its END is in M already, or is to be written */
 void tracker_copy_failed(tracker *t, tracker_item *item, int error);
 void tracker_targets_ask(tracker *t, tracker_target *target); /* does it exist */
 void tracker_end_add(tracker *t, tracker_part *part, int64_t offset, uint8_t cause, int64_t copy_offset);

@@ -274,10 +274,12 @@ defmodule Kmq.Options do
                  "`:embedded` runs a tracker beside the consumers of this VM; `:external` starts none."
              ],
              redelivery: [
-               type: {:custom, Types, :later, [[:idempotent], [:transactional]]},
+               type: {:in, [:idempotent, :transactional]},
                default: :idempotent,
-               type_doc: "`:idempotent`",
-               doc: "How the tracker writes copies."
+               doc:
+                 "How the tracker writes copies. `:idempotent`: a tracker that is killed or cut off repeats at most what it had in flight. " <>
+                   "`:transactional`: it repeats nothing, at a price (the guide on the tracker has it); on a real Kafka only. All trackers of a " <>
+                   "group should say the same."
              ],
              redelivery_rate: [
                type: :pos_integer,

@@ -130,7 +130,8 @@ defmodule Kmq.Topics do
       with {:ok, kind} <- cluster(admin, config, deadline) do
         run = %{admin: admin, deadline: deadline, kind: kind, config: config}
 
-        with {:ok, queues} <- queues(run),
+        with :ok <- transactions(kind, config),
+             {:ok, queues} <- queues(run),
              :ok <- targets(run, queues),
              :ok <- companions(run, queues),
              do: {:ok, Map.new(queues, fn {topic, {n, _replication}} -> {topic, n} end)}
@@ -189,6 +190,16 @@ defmodule Kmq.Topics do
         message: "no broker of :hosts (#{bootstrap}) answered: #{error.message}. #{advice}"
     }
   end
+
+  defp transactions(kind, %{redelivery: :transactional}) when kind != :kafka do
+    {:error,
+     Error.new(
+       :invalid_option,
+       ":redelivery is :transactional, and a sandbox has no transactions: set it to :idempotent there"
+     )}
+  end
+
+  defp transactions(_kind, _config), do: :ok
 
   # ---- queue topics
 

@@ -518,6 +518,7 @@ defmodule Kmq.Tracker do
       backoff: Kmq.Backoff.to_text(config.backoff),
       count_header: config.count_header,
       rate: config.redelivery_rate,
+      redelivery: config.redelivery,
       trim_markers: config.trim_markers,
       queues:
         for topic <- config.topics do

@@ -15,6 +15,14 @@ static int start(void **state)
     topic(&c, "txn-q", 2);
     topic(&c, "txn-m", 1);
     member = consumer_open(&c, "txn-group", NULL, NULL);
+    if (kafka_consumer_group(member)) return -1; /* it is nobody yet */
+    const char *topics[] = {"txn-m"};
+    kafka_event event = {.type = KAFKA_EVENT_NONE};
+    kafka_error err;
+    assert_int_equal(kafka_consumer_subscribe(member, topics, 1, &err), 0);
+    EVENTUALLY(20, kafka_consumer_poll(member, &event) && event.type == KAFKA_EVENT_ASSIGN);
+    assert_int_equal(kafka_consumer_assign(member, event.partitions, event.n_partitions, &err), 0);
+    kafka_event_free(&event);
     group = kafka_consumer_group(member);
     return group ? 0 : -1;
 }

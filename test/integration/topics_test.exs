@@ -310,7 +310,8 @@ defmodule Kmq.Integration.TopicsTest do
           {[group_id: String.duplicate("g", 240)], ~r/marker_topic/},
           {[group_id: "a group"], ~r/marker_topic/},
           {[delivery: :offsets], ~r/:delivery.*not there yet/},
-          {[redelivery: :transactional], ~r/:redelivery.*not there yet/},
+          {[redelivery: :exactly_once],
+           ~r/:redelivery.*expected one of :idempotent, :transactional/},
           {[kafka_config: [consumer: ["group.id": "g"]]], ~r/group.id.*:group_id/}
         ] do
       options = Keyword.merge(good, change)

@@ -17,16 +17,22 @@ defmodule Kmq.Test.RawLog do
 
   @doc "All records of these partitions, in the order of partition and offset; `[]` for an empty topic."
   @spec read(String.t(), String.t(), pos_integer) :: [record]
-  def read(bootstrap, topic, partitions) do
+  def read(bootstrap, topic, partitions), do: read(bootstrap, topic, partitions, 0)
+
+  @doc "The same as one reads who sees only what transactions have committed, and nothing behind one that is open."
+  @spec read_committed(String.t(), String.t(), pos_integer) :: [record]
+  def read_committed(bootstrap, topic, partitions), do: read(bootstrap, topic, partitions, 1)
+
+  defp read(bootstrap, topic, partitions, isolation) do
     with_socket(bootstrap, fn socket ->
-      Enum.flat_map(0..(partitions - 1), &partition(socket, topic, &1, 0, []))
+      Enum.flat_map(0..(partitions - 1), &partition(socket, {topic, isolation}, &1, 0, []))
     end)
   end
 
   @doc "One past the last offset of a partition, as a reader sees it."
   @spec end_offset(String.t(), String.t(), non_neg_integer) :: non_neg_integer
   def end_offset(bootstrap, topic, partition) do
-    with_socket(bootstrap, fn socket -> elem(fetch(socket, topic, partition, 0), 0) end)
+    with_socket(bootstrap, fn socket -> elem(fetch(socket, {topic, 0}, partition, 0), 0) end)
   end
 
   defp with_socket(bootstrap, fun) do
@@ -45,14 +51,15 @@ defmodule Kmq.Test.RawLog do
   end
 
   defp partition(socket, topic, partition, from, acc) do
-    {stop, batches} = fetch(socket, topic, partition, from)
+    {stop, batches, aborted} = fetch(socket, topic, partition, from)
 
-    case for record <- batches(batches, partition), record.offset >= from, do: record do
+    case for record <- batches(batches, partition, aborted), record.offset >= from, do: record do
       [] ->
         acc |> Enum.reverse() |> Enum.concat()
 
       records ->
         next = List.last(records).offset + 1
+        records = Enum.reject(records, & &1[:hidden])
 
         if next < stop,
           do: partition(socket, topic, partition, next, [records | acc]),
@@ -74,17 +81,17 @@ defmodule Kmq.Test.RawLog do
         fetch(socket, topic, partition, from + 1, tries - 1)
 
       {:error, error} ->
-        raise "fetch of #{topic}-#{partition} at #{from}: Kafka's error #{error}"
+        raise "fetch of #{elem(topic, 0)}-#{partition} at #{from}: Kafka's error #{error}"
 
       answer ->
         answer
     end
   end
 
-  defp ask(socket, topic, partition, from) do
+  defp ask(socket, {topic, isolation}, partition, from) do
     request = [
       <<@fetch::16, 4::16, 1::32, string("kmq-test")::binary>>,
-      <<-1::32, 100::32, 0::32, @max_bytes::32, 0::8>>,
+      <<-1::32, 100::32, 0::32, @max_bytes::32, isolation::8>>,
       <<1::32, string(topic)::binary, 1::32, partition::32, from::64, @max_bytes::32>>
     ]
 
@@ -95,38 +102,56 @@ defmodule Kmq.Test.RawLog do
     <<1::32, ^partition::32, error::16, stop::signed-64, _stable::64, aborted::signed-32,
       answer::binary>> = answer
 
-    skipped = max(aborted, 0) * 16
-    <<_aborted::binary-size(skipped), bytes::signed-32, records::binary>> = answer
-    if error == 0, do: {stop, binary_part(records, 0, max(bytes, 0))}, else: {:error, error}
+    listed = max(aborted, 0) * 16
+    <<aborted::binary-size(listed), bytes::signed-32, records::binary>> = answer
+    aborted = for <<producer::64, first::64 <- aborted>>, do: {producer, first}
+
+    if error == 0,
+      do: {stop, binary_part(records, 0, max(bytes, 0)), aborted},
+      else: {:error, error}
   end
 
   # The last batch of an answer may be cut.
   defp batches(
          <<base::64, length::32, batch::binary-size(length), rest::binary>>,
-         partition
+         partition,
+         aborted
        ) do
     <<_epoch::32, 2::8, crc::32, checked::binary>> = batch
 
-    <<attributes::16, _last_delta::32, first::64, max::64, _producer::binary-size(14), n::32,
-      records::binary>> = checked
+    <<attributes::16, last_delta::32, first::64, max::64, producer::64, _epoch_and_sequence::48,
+      n::32, records::binary>> = checked
 
     true = crc == crc32c(checked)
 
     if Bitwise.band(attributes, 7) != 0,
       do: raise("a compressed batch: publish with compression: :none")
 
-    records =
-      if Bitwise.band(attributes, 32) != 0, do: [], else: records(records, n, {base, first}, [])
+    control = Bitwise.band(attributes, 32) != 0
+    open = fn {id, from} -> id == producer and from <= base end
+
+    # a control record ends the transaction; what is hidden still says how far the reading has come
+    {records, aborted} =
+      cond do
+        control ->
+          {[], List.delete(aborted, Enum.find(aborted, open))}
+
+        Bitwise.band(attributes, 16) != 0 and Enum.any?(aborted, open) ->
+          {[%{offset: base + last_delta, hidden: true, partition: partition, ts: 0}], aborted}
+
+        true ->
+          {records(records, n, {base, first}, []), aborted}
+      end
 
     stamp = fn record ->
       ts = if Bitwise.band(attributes, 8) != 0, do: max, else: record.ts
       %{record | partition: partition, ts: ts}
     end
 
-    Enum.map(records, stamp) ++ batches(rest, partition)
+    Enum.map(records, stamp) ++ batches(rest, partition, aborted)
   end
 
-  defp batches(_cut, _partition), do: []
+  defp batches(_cut, _partition, _aborted), do: []
 
   defp records(_bytes, 0, _base, acc), do: Enum.reverse(acc)
 
