@@ -364,10 +364,9 @@ static void note_broken(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t
         add(env, events, atoms.reopen, term_kafka_error(env, &e->consumer_error));
         e->reopen_asked = now;
     }
-    if (e->start_error[0]) {
-        add(env, events, atoms.start_failed, term_text(env, e->start_error));
-        e->start_error[0] = 0;
-    }
+    if (e->start_note.text[0]) add(env, events, atoms.start_failed, term_text(env, e->start_note.text));
+    if (e->end_note.text[0]) add(env, events, atoms.end_failed, term_text(env, e->end_note.text));
+    e->start_note.text[0] = e->end_note.text[0] = 0;
 }
 
 int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_ms)

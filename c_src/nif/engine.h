@@ -131,6 +131,12 @@ typedef struct mark {
     kmq_range ranges[];
 } mark;
 
+/* What went wrong with a record, until the owner's next poll; at: when something was said last. */
+typedef struct engine_note {
+    char text[320];
+    int64_t at;
+} engine_note;
+
 typedef enum engine_state { ENGINE_OPEN, ENGINE_CLOSING, ENGINE_CLOSED } engine_state;
 typedef enum revoke_step { REVOKE_NONE, REVOKE_DRAIN, REVOKE_SETTLE, REVOKE_COMMIT } revoke_step;
 typedef enum close_step { CLOSE_FLUSH, CLOSE_LEAVE, CLOSE_WAIT } close_step;
@@ -180,8 +186,7 @@ struct engine {
     bool producer_broken, consumer_broken; /* fatal: to be replaced */
     kafka_error consumer_error;
     int64_t reopen_asked, commit_refused_until;
-    char start_error[160];
-    int64_t start_error_at;
+    engine_note start_note, end_note;
 
     isolate_member isolate;
 

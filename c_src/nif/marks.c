@@ -182,17 +182,27 @@ static mark *new_mark(part *p, uint8_t type, const kmq_range *ranges, size_t n, 
     return m;
 }
 
-/* Said once in a while: START is what everything waits for. */
-static void note_start_error(engine *e, const part *p, uint8_t type, const char *why, int64_t now)
+/* Said once in a while: START is what everything waits for, and an acknowledgement is a promise. */
+static void note_error(engine *e, const mark *m, const char *why, int64_t now)
 {
-    if (type != KMQ_MARKER_START || e->start_error[0] || (e->start_error_at && now - e->start_error_at < 5000)) return;
-    snprintf(e->start_error, sizeof e->start_error, "%s-%d: %s", p->topic->marker_name, (int)p->partition,
-             why ? why : "failed");
-    e->start_error_at = now;
+    const part *p = m->part;
+    engine_note *note = m->type == KMQ_MARKER_START        ? &e->start_note
+                        : marks_awaited(m->type, m->cause) ? &e->end_note
+                                                           : NULL;
+    if (!note || note->text[0] || (note->at && now - note->at < 5000)) return;
+    if (m->type == KMQ_MARKER_START)
+        snprintf(note->text, sizeof note->text, "%s-%d: %s", p->topic->marker_name, (int)p->partition,
+                 why ? why : "failed");
+    else
+        snprintf(note->text, sizeof note->text, "%s-%d, %lld messages from offset %lld on: %s", p->topic->marker_name,
+                 (int)p->partition, (long long)count_offsets(m->ranges, m->n_ranges), (long long)m->ranges[0].lo,
+                 why ? why : "failed");
+    note->at = now;
+    engine_notify_owner(e, 0);
 }
 
 /* ------------------------------------------------------------------ writing */
-/* false: not queued, because the local queue is full or (said, where it is a START) Kafka cannot take it. */
+/* false: not queued, because the local queue is full or (that is said) Kafka cannot take it. */
 static bool send_marker(engine *e, mark *m, const uint8_t key[KMQ_MARKER_KEY_BYTES], const void *value,
                         size_t value_len, const kafka_header *headers, size_t n_headers)
 {
@@ -200,7 +210,7 @@ static bool send_marker(engine *e, mark *m, const uint8_t key[KMQ_MARKER_KEY_BYT
     kafka_error err = {0};
     int rc = kafka_producer_send(e->producer, p->topic->marker, p->partition, key, KMQ_MARKER_KEY_BYTES, value,
                                  value_len, headers, n_headers, 0, m, &err);
-    if (rc && rc != KAFKA_EFULL) note_start_error(e, p, m->type, err.name, engine_now());
+    if (rc && rc != KAFKA_EFULL) note_error(e, m, err.name, engine_now());
     return rc == KAFKA_OK;
 }
 
@@ -511,14 +521,13 @@ void marks_reports(engine *e, int64_t now)
         for (size_t i = 0; i < n; i++) {
             mark *m = reports[i].opaque;
             bool failed = reports[i].error != 0;
-            if (m->type == KMQ_MARKER_START) {
-                if (KMQ_FAILPOINT("start_report")) failed = true;
-                if (failed) note_start_error(e, m->part, m->type, reports[i].error_name, now);
-            }
-            if (failed)
+            if (m->type == KMQ_MARKER_START && KMQ_FAILPOINT("start_report")) failed = true;
+            if (failed) {
+                note_error(e, m, reports[i].error_name, now);
                 m->failed = true;
-            else
+            } else {
                 note_time(m->part, reports[i].timestamp_ms, now);
+            }
             if (--m->left == 0) finish(e, m, now);
         }
     } while (n == REPORTS);

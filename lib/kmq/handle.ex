@@ -686,6 +686,20 @@ defmodule Kmq.Handle do
     end)
   end
 
+  defp event({:end_failed, what}, state) do
+    note(state, {:end_failed, what}, fn ->
+      error =
+        Error.new(
+          :kafka,
+          "acknowledgements are not written to #{what}: they are written again until they are",
+          retriable?: true
+        )
+
+      Logger.error("kmq: #{name(state)}: #{error.message}")
+      telemetry([:error], %{count: 1}, state, %{error: error})
+    end)
+  end
+
   defp event({:commit_failed, error}, state) do
     note(state, {:commit_failed, elem(error, 0)}, fn ->
       error = Error.from_native(error, "commit")

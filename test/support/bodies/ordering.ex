@@ -1,24 +1,11 @@
 defmodule Kmq.Test.Bodies.Ordering do
   @moduledoc false
-  # What is worked on one after the other where an order is asked for, on any cluster. The stage host stands in for Broadway; it ends the
-  # stage of a producer that emits more than was asked for.
+  # What is worked on one after the other where an order is asked for, on any cluster. `kind` says whether on the stage host
+  # (which ends the stage of a producer that emits more than was asked for) or on the real Broadway.
 
   use Kmq.Test.ClusterCase.Bodies
 
-  alias Kmq.StageHost
-
-  defp host(options, handler, extra) do
-    host_options =
-      Keyword.merge(
-        [producer: {OffBroadway.Kmq.Producer, options}, handler: handler, concurrency: 4],
-        extra
-      )
-
-    {:ok, host} = StageHost.start_link(host_options)
-    Process.unlink(host)
-    on_exit(host, fn -> if Process.alive?(host), do: StageHost.stop(host, 10_000) end)
-    host
-  end
+  alias Kmq.Test.Host
 
   # Who has what in hands: an entry of each subject that is being worked on, and a note of every overlap.
   defp book do
@@ -50,14 +37,15 @@ defmodule Kmq.Test.Bodies.Ordering do
   defp place(message), do: {message.metadata.topic, message.metadata.partition}
 
   body "the messages of a partition go to one worker, in order; the workers share the partitions evenly",
-       %{cluster: cluster} do
+       %{cluster: cluster, kind: kind} do
     topic = queue(cluster, 8)
     n = 1_600
     publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 8)}))
     book = book()
 
     host =
-      host(
+      Host.start(
+        kind,
         options(cluster, topic, ordering: :partition),
         fn message -> work(book, place(message), message, fn -> :ok end) end,
         producers: 2
@@ -72,20 +60,19 @@ defmodule Kmq.Test.Bodies.Ordering do
     for {_place, list} <- seen do
       offsets = Enum.map(list, &elem(&1, 0))
       assert offsets == Enum.to_list(0..199)
-      assert [_one] = list |> Enum.map(&elem(&1, 1)) |> Enum.uniq()
     end
 
-    # Two each.
+    # Two each, once the second producer has joined.
     assert [2, 2, 2, 2] =
              seen
-             |> Enum.group_by(fn {_, [{_, pid, _} | _]} -> pid end)
+             |> Enum.group_by(fn {_, list} -> list |> List.last() |> elem(1) end)
              |> Enum.map(fn {_, places} -> length(places) end)
 
-    assert StageHost.stop(host, 20_000) == :ok
+    assert Host.stop(host) == :ok
   end
 
   body "by key: one key in one worker at a time, in order; null keys in any; odd keys differ",
-       %{cluster: cluster} do
+       %{cluster: cluster, kind: kind} do
     topic = queue(cluster, 2)
     big = String.duplicate("k", 64 * 1024)
     keys = [nil, "", "a\0b", "a\0c", big, "x", "y", "z", "u", "v"]
@@ -117,7 +104,7 @@ defmodule Kmq.Test.Bodies.Ordering do
       end
     end
 
-    host = host(options(cluster, topic, ordering: :key), handler, max_demand: 4)
+    host = Host.start(kind, options(cluster, topic, ordering: :key), handler, max_demand: 4)
     await(book, n)
     assert overlaps(book) == 0
     assert :atomics.get(most, 1) > 1
@@ -131,10 +118,13 @@ defmodule Kmq.Test.Bodies.Ordering do
     end
 
     assert Enum.count(seen, fn {subject, _} -> match?({nil, _, _}, subject) end) == 100
-    assert StageHost.stop(host, 20_000) == :ok
+    assert Host.stop(host) == :ok
   end
 
-  body "a worker that is stuck holds up its own partitions, nobody else's", %{cluster: cluster} do
+  body "a worker that is stuck holds up its own partitions, nobody else's", %{
+    cluster: cluster,
+    kind: kind
+  } do
     topic = queue(cluster, 4)
     n = 4_000
     publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 4)}))
@@ -148,18 +138,25 @@ defmodule Kmq.Test.Bodies.Ordering do
       end)
     end
 
-    host = host(options(cluster, topic, ordering: :partition), handler, max_demand: 2)
+    host =
+      Host.start(kind, options(cluster, topic, ordering: :partition, start_ahead: 100), handler,
+        max_demand: 2
+      )
+
     # All of the three others, while the fourth stands with its first.
     await(book, 3_001)
     assert length(seen(book)[{topic, 0}]) == 1
     :counters.add(gate, 1, 1)
     await(book, n)
     assert overlaps(book) == 0
-    assert Enum.sum(Enum.map(StageHost.stages(host), &GenServer.call(&1, :lost))) == 0
-    assert StageHost.stop(host, 20_000) == :ok
+    assert Host.lost(host) == 0
+    assert Host.stop(host) == :ok
   end
 
-  body "by key, too: other partitions go on while one key is stuck", %{cluster: cluster} do
+  body "by key, too: other partitions go on while one key is stuck", %{
+    cluster: cluster,
+    kind: kind
+  } do
     topic = queue(cluster, 2)
     # Keys of partition 1 that are other workers'.
     scope = {:key, 4}
@@ -183,17 +180,17 @@ defmodule Kmq.Test.Bodies.Ordering do
       end)
     end
 
-    host = host(options(cluster, topic, ordering: :key), handler, max_demand: 2)
+    host = Host.start(kind, options(cluster, topic, ordering: :key), handler, max_demand: 2)
     await(book, 501)
     assert length(seen(book)["stuck"]) == 1
     :counters.add(gate, 1, 1)
     await(book, 1_000)
     assert overlaps(book) == 0
-    assert StageHost.stop(host, 20_000) == :ok
+    assert Host.stop(host) == :ok
   end
 
   body "batches: of one partition, in order, one after the other; the worker's room does not wait for them",
-       %{cluster: cluster} do
+       %{cluster: cluster, kind: kind} do
     topic = queue(cluster, 4)
     n = 1_200
     publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 4)}))
@@ -201,7 +198,8 @@ defmodule Kmq.Test.Bodies.Ordering do
     test = self()
 
     host =
-      host(
+      Host.start(
+        kind,
         options(cluster, topic, ordering: :partition),
         fn message -> message end,
         # A batch holds far more than the workers' demand, and none would fill without it.
@@ -228,11 +226,11 @@ defmodule Kmq.Test.Bodies.Ordering do
       assert [_one] = list |> Enum.map(&elem(&1, 1)) |> Enum.uniq()
     end
 
-    assert StageHost.stop(host, 20_000) == :ok
+    assert Host.stop(host) == :ok
   end
 
   body "workers that are killed: nothing that waited is lost or late, the order is kept from there on",
-       %{cluster: cluster} do
+       %{cluster: cluster, kind: kind} do
     topic = queue(cluster, 4)
     n = 2_000
     publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 4)}))
@@ -247,7 +245,7 @@ defmodule Kmq.Test.Bodies.Ordering do
     end
 
     options = options(cluster, topic, ordering: :partition, max_processing_time: 2_000)
-    host = host(options, handler, max_demand: 1)
+    host = Host.start(kind, options, handler, max_demand: 1)
 
     eventually(
       fn -> assert seen(book) |> Map.keys() |> Enum.uniq_by(&elem(&1, 0)) |> length() == n end,
@@ -257,12 +255,12 @@ defmodule Kmq.Test.Bodies.Ordering do
     # What was in the hands of the killed and of those that ended with them, nothing else.
     again = Enum.count(seen(book), fn {{_id, attempt}, _} -> attempt > 1 end)
     assert again in 3..12
-    assert Enum.sum(Enum.map(StageHost.stages(host), &GenServer.call(&1, :lost))) == 0
-    assert StageHost.stop(host, 20_000) == :ok
+    assert Host.lost(host) == 0
+    assert Host.stop(host) == :ok
   end
 
   body "a producer that is killed: acks count, its worker keeps the partition, the next one goes on",
-       %{cluster: cluster} do
+       %{cluster: cluster, kind: kind} do
     topic = queue(cluster, 2)
     n = 1_000
     publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 2)}))
@@ -279,11 +277,11 @@ defmodule Kmq.Test.Bodies.Ordering do
     end
 
     options = options(cluster, topic, ordering: :partition, max_processing_time: 3_000)
-    host = host(options, handler, max_demand: 2)
+    host = Host.start(kind, options, handler, max_demand: 2)
     assert_receive {:at, worker}, scaled(15_000)
-    [stage] = StageHost.stages(host)
+    [stage] = Host.producers(host)
     Process.exit(stage, :kill)
-    eventually(fn -> assert StageHost.stages(host) != [stage] end)
+    eventually(fn -> assert Host.producers(host) != [stage] end)
     send(worker, :go)
 
     eventually(
@@ -299,7 +297,30 @@ defmodule Kmq.Test.Bodies.Ordering do
     for {_place, list} <- seen(book),
         do: assert([_one] = list |> Enum.map(&elem(&1, 1)) |> Enum.uniq())
 
-    assert StageHost.stop(host, 20_000) == :ok
+    assert Host.stop(host) == :ok
+  end
+
+  body "without an order a partition_by is the user's own", %{cluster: cluster, kind: kind} do
+    topic = queue(cluster, 2)
+    publish(cluster, topic, for(i <- 1..200, do: {"#{i}", partition: rem(i, 2)}))
+    book = book()
+    own = fn message -> rem(String.to_integer(message.data), 3) end
+
+    host =
+      Host.start(
+        kind,
+        options(cluster, topic),
+        fn message -> work(book, own.(message), message, fn -> :ok end) end,
+        processors: [partition_by: own]
+      )
+
+    await(book, 200)
+    assert overlaps(book) == 0
+
+    for {_, list} <- seen(book),
+        do: assert([_one] = list |> Enum.map(&elem(&1, 1)) |> Enum.uniq())
+
+    assert Host.stop(host) == :ok
   end
 
   defp assert_receive_go do
