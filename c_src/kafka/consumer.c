@@ -83,6 +83,12 @@ int kafka_consumer_subscribe(kafka_consumer *consumer, const char *const *topics
     return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, consumer->rk, code, "subscribe");
 }
 
+int kafka_consumer_unsubscribe(kafka_consumer *consumer, kafka_error *err)
+{
+    rd_kafka_resp_err_t code = rd_kafka_unsubscribe(consumer->rk);
+    return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, consumer->rk, code, "unsubscribe");
+}
+
 bool kafka_consumer_poll(kafka_consumer *consumer, kafka_event *event)
 {
     rd_kafka_event_t *rkev;

@@ -31,8 +31,6 @@ rd_kafka_t *kafka_client_new_with(void (*prepare)(rd_kafka_conf_t *conf, void *c
                                   const kafka_property *defaults, size_t n_defaults, const kafka_property *props,
                                   size_t n_props, const kafka_property *forced, size_t n_forced, int events,
                                   kafka_error *err);
-/* The value of a property in props (the last one wins), or NULL. */
-const char *kafka_property_get(const kafka_property *props, size_t n_props, const char *name);
 /* The events that every consumer and producer has; TOKEN only where librdkafka does not find tokens by itself. */
 int kafka_common_events(const kafka_property *props, size_t n_props);
 

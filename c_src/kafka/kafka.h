@@ -55,6 +55,8 @@ int kafka_version_number(void);
 typedef struct kafka_property {
     const char *name, *value;
 } kafka_property;
+/* The value of a property in props (the last one wins), or NULL. */
+const char *kafka_property_get(const kafka_property *props, size_t n_props, const char *name);
 
 /* For OAUTHBEARER. Borrowed for the call. Without one nothing connects, and nothing fails: the EVENT_TOKEN that asks for it is not repeated,
  * so whoever answers it tries until it has one. */
@@ -143,6 +145,9 @@ int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka
                         const kafka_wake *records, kafka_consumer **out, kafka_error *err);
 /* Instead of what was subscribed to before; none: it leaves the group, and may come back. */
 int kafka_consumer_subscribe(kafka_consumer *consumer, const char *const *topics, size_t n_topics, kafka_error *err);
+/* Leaves the group once what is assigned has been revoked and given up: a static member, too, which otherwise stays in it when it
+ * closes, until its session is over. */
+int kafka_consumer_unsubscribe(kafka_consumer *consumer, kafka_error *err);
 /* One event of the control queue; false = empty. Release with kafka_event_free before anything else is asked of the consumer's events. */
 bool kafka_consumer_poll(kafka_consumer *consumer, kafka_event *event);
 /* An event owns what it shows: it may be kept, and moved to another variable, until freed. For consumers' and producers' alike. */

@@ -7,7 +7,7 @@
  *
  *   configure       #{props := [{Name, Value}],                  librdkafka's properties; secrets travel here, never in argv
  *                     group := Bin, tracker_group := Bin, queues := [#{topic := Bin, markers := Bin, dead_letters := Bin, copies := Bin}],
- *                     format => range | kmq, max_redeliveries => N, dead_letter_oversize => wait | pointer, backoff => Bin, count_header => Bin, rate => N,
+ *                     instance => Bin, format => range | kmq, max_redeliveries => N, dead_letter_oversize => wait | pointer, backoff => Bin, count_header => Bin, rate => N,
  *                     checkpoint_records => N, checkpoint_pause_ms => Ms, checkpoint_age_ms => Ms, trim_markers => true | false, trim_records => N,
  *                     redelivery => idempotent | transactional, transaction_timeout_ms => Ms}
  *                                                                -> ok | {error, already_configured | {badarg, Field}}
@@ -207,6 +207,8 @@ const char *tracker_config_decode(const tracker_command *command, tracker_config
             wrong = "tracker_group", ok = set_text(bytes, &at, &config->tracker_group);
         else if (strcmp(key, "count_header") == 0)
             wrong = "count_header", ok = set_text(bytes, &at, &config->count_header);
+        else if (strcmp(key, "instance") == 0)
+            wrong = "instance", ok = set_text(bytes, &at, &config->instance);
         else if (strcmp(key, "format") == 0)
             wrong = "format", ok = set_flag(bytes, &at, "kmq", "range", &config->kmq_format);
         else if (strcmp(key, "dead_letter_oversize") == 0)
@@ -301,6 +303,7 @@ void tracker_config_free(tracker_config *config)
     free(config->group);
     free(config->tracker_group);
     free(config->count_header);
+    free(config->instance);
     *config = (tracker_config){0};
 }
 

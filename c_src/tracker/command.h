@@ -23,6 +23,7 @@ typedef struct tracker_config {
     char *group;         /* the consumer group whose messages these are */
     char *tracker_group; /* the group in which trackers share the marker partitions */
     char *count_header;
+    char *instance;  /* NULL, or what the trackers of one owner are to the group: one member, whichever of them runs */
     bool kmq_format; /* of what is written; both are read */
     int64_t max_redeliveries;
     bool pointer;            /* a dead letter that is too large goes without its value; else it waits */

@@ -4,7 +4,7 @@
  *
  *   IDLE --configure--> CHECKING --topics exist--> RUNNING <--> REVOKING        REVOKE: new copies stop; those under way, their ENDs
  *     |                    |                        |    |                      and the commit are waited for, bounded; then unassign
- *     +--------- EOF, SIGTERM, stop ----------------+----+--> STOPPING --> CLOSING --> ENDED
+ *     +--------- EOF, SIGTERM, stop ----------------+----+--> STOPPING -> LEAVING -> CLOSING -> ENDED
  *
  * The end takes less than 2 s in every state: each step has its own limit, alarm() stands behind them, and no helper thread is
  * waited for. Order within a turn: input, then what Kafka says, then decisions, then output; ENDs of the turn are coalesced.
@@ -29,6 +29,7 @@ enum {
     REVOKE_COMMIT_MS = 2000,
     STOP_MS = 700,
     STOP_COMMIT_MS = 400,
+    LEAVE_MS = 200,
     CLOSE_MS = 400,
     LAST_WORDS_MS = 100,
     RETRY_MS = 1000,
@@ -333,12 +334,15 @@ static bool consumer_open(tracker *t, kafka_error *err)
                              {"fetch.error.backoff.ms", "100"},
                              {NULL, NULL},
                              {NULL, NULL},
+                             {NULL, NULL},
                              {NULL, NULL}};
     size_t n = 7, n_topics = t->config.n_queues;
     if (t->sandbox) { /* a mock broker sleeps the wait out, whatever comes, and each rebalance takes a session */
         ours[n++] = (kafka_property){"fetch.wait.max.ms", "10"};
         ours[n++] = (kafka_property){"session.timeout.ms", "3000"};
     }
+    /* Started again after a kill, it is the same member, and gets its partitions at once instead of after the session. */
+    if (t->config.instance && !t->sandbox) ours[n++] = (kafka_property){"group.instance.id", t->config.instance};
     if (kafka_version_number() >= 0x02020000) ours[n++] = (kafka_property){"fetch.queue.backoff.ms", "10"};
     kafka_property *props = tracker_alloc((n + t->config.n_props + 3) * sizeof *props);
     const char **topics = tracker_alloc(n_topics * sizeof *topics);
@@ -491,6 +495,7 @@ static const char *mode_name(tracker_mode mode)
     case MODE_RUNNING: return "running";
     case MODE_REVOKING: return "revoking";
     case MODE_STOPPING:
+    case MODE_LEAVING:
     case MODE_CLOSING:
     case MODE_ENDED: break;
     }
@@ -616,6 +621,17 @@ static void stop(tracker *t)
     tracker_redeliver_drop(t);
 }
 
+/* A member with an id of its own stays in the group when it only closes: its partitions would wait for its session to end. */
+static void leave_begin(tracker *t)
+{
+    kafka_error err;
+    t->mode = MODE_LEAVING;
+    t->step_until_ms = t->now_ms + LEAVE_MS;
+    bool is_static = (t->config.instance && !t->sandbox) ||
+                     kafka_property_get(t->config.props, t->config.n_props, "group.instance.id");
+    if (!is_static || kafka_consumer_unsubscribe(t->consumer, &err) != KAFKA_OK) t->step_until_ms = t->now_ms;
+}
+
 static void close_begin(tracker *t)
 {
     kafka_error err;
@@ -639,7 +655,11 @@ static void mode_step(tracker *t)
         t->mode = MODE_RUNNING;
         break;
     case MODE_STOPPING:
-        if (wound_up(t, STOP_COMMIT_MS)) close_begin(t);
+        if (wound_up(t, STOP_COMMIT_MS)) leave_begin(t);
+        if (t->mode == MODE_STOPPING) break;
+        /* fall through */
+    case MODE_LEAVING: /* the revocation clears the parts */
+        if (!t->parts || t->now_ms >= t->step_until_ms) close_begin(t);
         break;
     case MODE_CLOSING:
         if (kafka_consumer_closed(t->consumer) || t->now_ms >= t->step_until_ms) t->mode = MODE_ENDED;

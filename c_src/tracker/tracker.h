@@ -266,6 +266,7 @@ typedef enum tracker_mode {
     MODE_RUNNING,
     MODE_REVOKING, /* an answer to REVOKE is due: what is in flight first */
     MODE_STOPPING, /* the same, then out of the group */
+    MODE_LEAVING,  /* a static member has to say so: unsubscribed, its partitions to be revoked */
     MODE_CLOSING,
     MODE_ENDED
 } tracker_mode;

@@ -170,6 +170,7 @@ defmodule Kmq.Tracker do
       calls: %{},
       linger: nil,
       os_pid: nil,
+      instance: instance(),
       missed: 0,
       restarts: 0,
       # who was asked for a token: its monitor; nil = nobody
@@ -440,7 +441,7 @@ defmodule Kmq.Tracker do
   end
 
   defp configure(state),
-    do: %{command(state, :configure, settings(state.config), :configure) | status: :configuring}
+    do: %{command(state, :configure, settings(state), :configure) | status: :configuring}
 
   defp want_token(%{token: nil} = state) do
     case Security.token_source(state.config.tracker_props) do
@@ -507,8 +508,13 @@ defmodule Kmq.Tracker do
     do:
       {:error, Error.new(:tracker, "the tracker program does not run just now", retriable?: true)}
 
-  defp settings(config) do
+  # The group knows the programs of this process as one member: after a kill the next one has its partitions at once, and one that
+  # is not gone yet is fenced.
+  defp instance, do: "kmq-" <> Base.encode16(:crypto.strong_rand_bytes(10), case: :lower)
+
+  defp settings(%{config: config, instance: instance}) do
     %{
+      instance: instance,
       props: Security.reveal(config.tracker_props),
       group: config.group_id,
       tracker_group: tracker_group(config.group_id),

@@ -86,6 +86,6 @@ defmodule Kmq.Integration.DelayTest do
     )
 
     assert p99.(quiet) < scaled(1_000)
-    assert p99.(lates) < scaled(15_000)
+    assert p99.(lates) < scaled(5_000)
   end
 end

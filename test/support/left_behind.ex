@@ -72,6 +72,14 @@ defmodule Kmq.Test.LeftBehind do
     tracker
   end
 
+  @doc "Ends a tracker that `tracker/2` has started, in an orderly way."
+  def stop_tracker(tracker) do
+    {:ok, supervisor} = ExUnit.fetch_test_supervisor()
+
+    for {id, ^tracker, _, _} <- Supervisor.which_children(supervisor),
+        do: ExUnit.Callbacks.stop_supervised!(id)
+  end
+
   def ready(tracker) do
     eventually(
       fn ->
