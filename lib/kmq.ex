@@ -39,9 +39,10 @@ defmodule Kmq do
     * `:closed` - the consumer is closed: it comes again after its lease
     * `:enomem` - no memory for it: it is as before
     * `:full` - of `extend/3` only: 65,536 messages of its partition have a time limit of their own already
+    * `:unsupported` - the consumer's `:delivery` has no such action (see the guide about deliveries): the message is as before
     * `:timeout` - with `sync:` only: settled, but Kafka has not confirmed it in time; it is tried further
   """
-  @type failure :: :late | :unknown | :closed | :enomem | :full | :timeout
+  @type failure :: :late | :unknown | :closed | :enomem | :full | :unsupported | :timeout
 
   @typedoc "For one message the reason, for a list the messages concerned; all others of the list are settled."
   @type result :: :ok | {:error, failure} | {:error, [{Message.t(), failure}, ...]}
@@ -115,7 +116,7 @@ defmodule Kmq do
   @spec reject(Message.t() | [Message.t()], term, [sync]) :: result
   def reject(messages, reason \\ nil, options \\ []) do
     text = reason && reason_text(reason)
-    settle_all(messages, sync(options), &Handle.retry(&1, timed(&2, 0), :rejected, text))
+    settle_all(messages, sync(options), &Handle.reject(&1, originals(&2), text))
   end
 
   @doc "Drop it: no other attempt and no dead letter."
@@ -137,15 +138,22 @@ defmodule Kmq do
   A receipt: a short text, fit for URLs, by which any process of any VM can settle this message with `settle/3`.
 
   Takes a `Kmq.Message` or, of a pipeline, a `Broadway.Message`. Where the consumer has a `:receipt_secret` it is signed. A
-  closed consumer gives none: `ArgumentError`.
+  closed consumer, and one without markers, gives none: `ArgumentError`.
   """
   @spec receipt(Message.t() | map) :: String.t()
   def receipt(message) do
     {handle, place} = Receipt.place(message)
 
     case Handle.receipt_info(handle) do
-      nil -> raise ArgumentError, "the consumer of this message is closed"
-      info -> Receipt.encode(info, place)
+      nil ->
+        raise ArgumentError, "the consumer of this message is closed"
+
+      %{delivery: delivery} when delivery != :markers ->
+        raise ArgumentError,
+              "a receipt needs delivery: :markers, this consumer has #{inspect(delivery)}"
+
+      info ->
+        Receipt.encode(info, place)
     end
   end
 
@@ -232,6 +240,9 @@ defmodule Kmq do
   defp coordinates(messages), do: for(message <- messages, do: {message.slot, message.offset})
 
   defp timed(messages, ms), do: for(message <- messages, do: {message.slot, message.offset, ms})
+
+  defp originals(messages),
+    do: for(message <- messages, do: {message.slot, message.offset, message.original})
 
   defp ms!(ms, call) do
     most = Types.max_delay_ms()

@@ -8,7 +8,7 @@
 
 -export([version/0, live/0, errors/0, backoff/3]).
 -export([consumer_open/3, consumer_subscribe/1, consumer_topics/2, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_take/3, consumer_lanes/2, consumer_settle/3,
-         consumer_retry/5, consumer_extend/3, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
+         consumer_retry/5, consumer_extend/3, consumer_reject/2, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
          consumer_close/2, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/5, consumer_test_fatal/2, consumer_reopen/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
          publisher_set_token/5, publisher_reopen/1, publisher_test_fatal/1]).
@@ -54,7 +54,7 @@ hint(_, _Text, _Path) ->
 -type props() :: [{binary(), binary()}].
 -type failure() :: {error, {binary(), integer(), boolean(), boolean(), binary()} | atom()}.
 -type token() :: {Slot :: integer(), Offset :: integer()}.
--type refused() :: {error, [{integer(), integer(), late | unknown | closed | enomem | full}] | closed}.
+-type refused() :: {error, [{integer(), integer(), late | unknown | closed | enomem | full | unsupported}] | closed}.
 
 -spec version() -> {binary(), integer()}.
 version() -> erlang:nif_error(not_loaded).
@@ -89,6 +89,8 @@ consumer_settle(_Ref, _Cause, _Tokens) -> erlang:nif_error(not_loaded).
 consumer_retry(_Ref, _Tokens, _Cause, _Flags, _Text) -> erlang:nif_error(not_loaded).
 -spec consumer_extend(ref(), [{integer(), integer(), integer()}], boolean()) -> ok | refused().
 consumer_extend(_Ref, _Tokens, _Leave) -> erlang:nif_error(not_loaded).
+-spec consumer_reject(ref(), [token()]) -> ok | refused().
+consumer_reject(_Ref, _Tokens) -> erlang:nif_error(not_loaded).
 -spec consumer_assign(ref(), non_neg_integer(), [{binary(), integer(), integer(), boolean()}]) -> ok | failure().
 consumer_assign(_Ref, _Epoch, _Partitions) -> erlang:nif_error(not_loaded).
 -spec consumer_reset(ref(), integer(), integer()) -> ok | failure().

@@ -438,16 +438,18 @@ int64_t kmq_ledger_next_timeout(const kmq_ledger *ledger)
 
 int64_t kmq_ledger_ready(const kmq_ledger *ledger) { return ledger->lead_n; }
 
-/* The first n ready offsets into `open`: all or none. *hi = behind the last, *whole = segments that are used up. */
+/* The first n ready offsets into `open` (where what is handed out is tracked): all or none. *hi = behind the last, *whole =
+ * segments that are used up. */
 static int open_first(kmq_ledger *ledger, int64_t n, int64_t *hi, size_t *whole)
 {
     int rc = KMQ_OK;
     size_t i = 0;
+    bool tracked = ledger->delivery != KMQ_DELIVERY_AT_MOST_ONCE;
     kmq_offset_set_hold(&ledger->open);
     for (; n > 0; i++) {
         const segment *s = segment_at(ledger, i);
         *hi = s->hi - s->lo > n ? s->lo + n : s->hi;
-        rc = kmq_offset_set_add(&ledger->open, s->lo, *hi, NULL);
+        if (tracked) rc = kmq_offset_set_add(&ledger->open, s->lo, *hi, NULL);
         if (rc != KMQ_OK) break;
         n -= *hi - s->lo;
     }
@@ -476,6 +478,7 @@ int kmq_ledger_hand_out(kmq_ledger *ledger, int64_t n, int64_t now_ms)
     ledger->next_start = ledger->next_start > whole ? ledger->next_start - whole : 0;
     ledger->lead_n -= n;
     ledger->waiting -= n;
+    if (ledger->delivery == KMQ_DELIVERY_AT_MOST_ONCE) return KMQ_OK;
     push_block(ledger, hi, limit_of(ledger, now_ms));
     drop_due_blocks(ledger, now_ms);
     return KMQ_OK;

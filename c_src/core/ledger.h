@@ -20,7 +20,7 @@
  *           -> parking -(parked)-> gone: a delayed message, the tracker's from then on; it is never handed out
  *
  * With :offsets and :at_most_once there are no markers: what is fetched is ready at once, nothing is renewed, times
- * out, is retried or waits for an END.
+ * out, is retried or waits for an END. With :at_most_once what is handed out is done: it is never open.
  *
  * Invariants (kmq_ledger_check):
  *   (1) segments ascend, are not empty, end at or below the position; `waiting` is their sum;
@@ -116,8 +116,8 @@ int kmq_ledger_start_failed(kmq_ledger *ledger, int64_t lo, int64_t hi);
 
 /* How many messages can be handed out now, in offset order: the ready ones before the first that is not ready. */
 int64_t kmq_ledger_ready(const kmq_ledger *ledger);
-/* Hands out the first n ready ones at now_ms. They are open until settled; their limit is now + max_processing, rounded
- * up by at most its 1,024th part. OK | ENOMEM | EINVAL (n < 0 or n > ready) */
+/* Hands out the first n ready ones at now_ms. They are open until settled (:at_most_once: done at once); their limit is
+ * now + max_processing, rounded up by at most its 1,024th part. OK | ENOMEM | EINVAL (n < 0 or n > ready) */
 int kmq_ledger_hand_out(kmq_ledger *ledger, int64_t n, int64_t now_ms);
 /* Offset of the k-th message that is fetched and neither handed out nor parked (k = 0: the first), or the position when
  * there are not so many. */

@@ -19,6 +19,7 @@
     X(paused) X(buffered) X(lag) X(oldest_open_ms) X2(end_, "end") X(not_assigned) X(reopen) \
     X(retried) X(answered) X(reported) X(replaced) X(stops) \
     X(cooperative) X(leaving) \
+    X(offsets) X(at_most_once) X(unsupported) X(overdue) X(undelayed) X(undrained) X(letters) \
     X2(true_, "true") X2(false_, "false")
 /* clang-format on */
 

@@ -103,7 +103,15 @@ static bool read_config(ErlNifEnv *env, ERL_NIF_TERM map, engine *e)
     if (!enif_get_map_value(env, map, atoms.format, &value)) return false;
     c->format = enif_compare(value, atoms.kmq) == 0 ? FORMAT_KMQ : FORMAT_RANGE;
     if (!enif_get_map_value(env, map, atoms.delivery, &value)) return false;
-    c->markers = enif_compare(value, atoms.no_markers) != 0;
+    c->bare = enif_compare(value, atoms.no_markers) == 0;
+    if (c->bare || enif_compare(value, atoms.at_most_once) == 0)
+        c->delivery = KMQ_DELIVERY_AT_MOST_ONCE;
+    else if (enif_compare(value, atoms.offsets) == 0)
+        c->delivery = KMQ_DELIVERY_OFFSETS;
+    else if (enif_compare(value, atoms.markers) == 0)
+        c->delivery = KMQ_DELIVERY_MARKERS;
+    else
+        return false;
     bool ok = term_map_int64(env, map, atoms.lease_ms, &c->lease_ms) &&
               term_map_int64(env, map, atoms.max_processing_ms, &c->max_processing_ms) &&
               term_map_int64(env, map, atoms.start_ahead, &c->start_ahead) &&
@@ -115,7 +123,7 @@ static bool read_config(ErlNifEnv *env, ERL_NIF_TERM map, engine *e)
               term_map_int64(env, map, atoms.store_bytes, &c->store_bytes) &&
               term_map_int64(env, map, atoms.instance, &instance);
     c->instance = (uint64_t)instance;
-    if (!c->markers) c->max_in_flight = INT64_MAX;
+    if (c->delivery == KMQ_DELIVERY_AT_MOST_ONCE) c->max_in_flight = INT64_MAX; /* nothing is in flight */
     ok = ok && term_map_int64(env, map, atoms.max_redeliveries, &c->max_redeliveries) &&
          term_map_int64(env, map, atoms.drain_ms, &c->drain_ms);
     ok = ok && term_map_int64(env, map, atoms.ttl_ms, &c->ttl_ms) && c->ttl_ms >= 0 &&
@@ -485,6 +493,10 @@ KMQ_NIF(nif_consumer_set_token)
 static void after_settle(engine *e, int64_t added)
 {
     if (!added) return;
+    if (!engine_marks(e)) { /* said once until the next commit */
+        if (!atomic_exchange(&e->settled, true)) engine_notify_owner(e, 0);
+        return;
+    }
     int64_t before = atomic_fetch_add(&e->pending, added);
     if (before + added >= SETTLE_AT_ONCE && enif_mutex_trylock(e->lock) == 0) {
         if (e->state != ENGINE_CLOSED && atomic_load(&e->pending) >= SETTLE_AT_ONCE) marks_flush(e, engine_now());
@@ -501,6 +513,7 @@ static ERL_NIF_TERM failure(ErlNifEnv *env, int slot, int64_t offset, int rc)
                           : rc == KMQ_EUNKNOWN ? atoms.unknown
                           : rc == KMQ_ENOMEM   ? enif_make_atom(env, "enomem")
                           : rc == KMQ_EFULL    ? atoms.full
+                          : rc == KMQ_EINVAL   ? atoms.unsupported
                                                : atoms.closed;
     return enif_make_tuple3(env, enif_make_int(env, slot), enif_make_int64(env, offset), reason);
 }
@@ -526,7 +539,9 @@ static ERL_NIF_TERM settle_run(ErlNifEnv *env, engine *e, int slot, kmq_end_caus
     enif_rwlock_rlock(e->slots_lock);
     part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
     bool was_full = false;
-    if (p) {
+    if (!engine_marks(e)) {
+        was_full = modes_settle(e, p, slot, cause, offsets, n, results);
+    } else if (p) {
         enif_mutex_lock(p->lock);
         int rc = kmq_ledger_settle_many(&p->ledger, offsets, n, cause, results);
         if (rc) memset(results, rc, n);
@@ -546,7 +561,7 @@ static ERL_NIF_TERM settle_run(ErlNifEnv *env, engine *e, int slot, kmq_end_caus
     return failures;
 }
 
-/* consumer_settle(Ref, Cause 0 | 1, [{Slot, Offset}]) -> ok | {error, [{Slot, Offset, Reason}]} */
+/* consumer_settle(Ref, Cause 0 | 1 | 3, [{Slot, Offset}]) -> ok | {error, [{Slot, Offset, Reason}]} */
 KMQ_NIF(nif_consumer_settle)
 {
     (void)argc;
@@ -575,15 +590,39 @@ KMQ_NIF(nif_consumer_settle)
     return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
 }
 
+/* consumer_reject(Ref, [{Slot, Offset}]) -> ok | {error, [{Slot, Offset, Reason}]}: without markers. The caller writes the dead letters, and then
+ * settles them with cause 3. */
+KMQ_NIF(nif_consumer_reject)
+{
+    (void)argc;
+    engine *e = get_engine(env, argv[0]);
+    if (!e || !enif_is_list(env, argv[1]) || engine_marks(e)) return enif_make_badarg(env);
+    if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
+    int slot;
+    int64_t offset;
+    ERL_NIF_TERM head, tail = argv[1], failures = enif_make_list(env, 0);
+    while (enif_get_list_cell(env, tail, &head, &tail)) {
+        if (!get_token(env, head, 2, &slot, &offset, NULL)) return enif_make_badarg(env);
+        enif_rwlock_rlock(e->slots_lock);
+        part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
+        if (p) enif_mutex_lock(p->lock);
+        int rc = modes_leave(e, p, slot, offset);
+        if (p) enif_mutex_unlock(p->lock);
+        enif_rwlock_runlock(e->slots_lock);
+        if (rc != KMQ_OK) failures = enif_make_list_cell(env, failure(env, slot, offset, rc), failures);
+    }
+    return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
+}
+
 /* A marker that somebody asks for, of an offset that is in work: the ledger says whether, then it waits to be written. With
  * limit_ms the offset stays in work until then, else it leaves. marker NULL: the ledger alone. Takes the marker. */
 static int ask_one(engine *e, int slot, int64_t offset, int64_t limit_ms, retry *marker)
 {
     enif_rwlock_rlock(e->slots_lock);
     part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
-    int rc = KMQ_EUNKNOWN;
+    int rc = engine_marks(e) ? KMQ_EUNKNOWN : KMQ_EINVAL;
     bool was_full = false;
-    if (p) {
+    if (p && engine_marks(e)) {
         enif_mutex_lock(p->lock);
         rc = limit_ms ? kmq_ledger_extend(&p->ledger, offset, limit_ms) : kmq_ledger_retry(&p->ledger, offset);
         if (rc == KMQ_OK && marker) {
@@ -716,9 +755,10 @@ static ERL_NIF_TERM part_info(ErlNifEnv *env, engine *e, part *p, int64_t now)
     enif_mutex_lock(p->lock);
     put(env, &map, atoms.open, kmq_ledger_open(&p->ledger));
     put(env, &map, atoms.waiting, kmq_ledger_waiting(&p->ledger));
+    put(env, &map, atoms.letters, kmq_offset_set_count(&p->letters));
     put(env, &map, atoms.ends, kmq_ledger_ends(&p->ledger));
     put(env, &map, atoms.started, kmq_ledger_ready(&p->ledger));
-    int64_t floor = kmq_ledger_floor(&p->ledger), since = kmq_ledger_oldest_open_ms(&p->ledger);
+    int64_t floor = modes_floor(p), since = kmq_ledger_oldest_open_ms(&p->ledger);
     put(env, &map, atoms.floor, floor);
     put(env, &map, atoms.oldest_open, kmq_ledger_oldest_open(&p->ledger));
     kmq_ledger_counts counts = kmq_ledger_counters(&p->ledger);

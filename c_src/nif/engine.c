@@ -13,6 +13,7 @@ enum { CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200, REFUSED_PAUSE_M
 static int64_t base_ms;
 void engine_clock_load(void) { base_ms = enif_monotonic_time(ERL_NIF_MSEC) - 1000; }
 int64_t engine_now(void) { return enif_monotonic_time(ERL_NIF_MSEC) - base_ms; }
+int64_t engine_wall_ms(void) { return enif_monotonic_time(ERL_NIF_MSEC) + enif_time_offset(ERL_NIF_MSEC); }
 
 /* ------------------------------------------------------------------ waking */
 static void send_to(engine *e, const ErlNifPid *to, ERL_NIF_TERM what, int64_t in_ms)
@@ -75,9 +76,18 @@ const kmq_alloc core_alloc = {core_realloc, NULL};
  * that also a killer behind the first window is below the committed offset the next time. */
 void engine_want_commit(engine *e, int64_t now)
 {
-    int64_t due = now < e->prompt_until ? now : now + e->config.commit_interval_ms;
+    int64_t due = now < e->prompt_until && engine_marks(e) ? now : now + e->config.commit_interval_ms;
     if (e->commit_due > due) e->commit_due = due;
     engine_notify_owner(e, e->commit_due > now ? e->commit_due - now : 0);
+}
+
+/* part.lock is held */
+static int64_t to_commit(const part *p)
+{
+    int64_t offset = modes_floor(p);
+    if (offset < p->gate_offset) offset = p->gate_offset;
+    if (offset < p->sent && !p->back) offset = p->sent; /* a commit never goes back */
+    return offset;
 }
 
 /* One commit at a time; what changes meanwhile goes with the next. */
@@ -88,16 +98,15 @@ void engine_send_commit(engine *e, int64_t now)
     size_t n = 0;
     if (e->commit_in_flight || !e->consumer || now < e->commit_refused_until || e->revoking == REVOKE_SETTLE) return;
     e->commit_due = INT64_MAX;
+    atomic_store(&e->settled, false);
     (void)KMQ_FAILPOINT("handout_commit");
     for (size_t i = 0; i < e->n_assigned && n < MOST; i++) {
         part *p = e->active[i];
         enif_mutex_lock(p->lock);
-        int64_t offset = kmq_ledger_floor(&p->ledger);
-        if (offset < p->gate_offset) offset = p->gate_offset;
-        if (offset < p->sent) offset = p->sent; /* a commit never goes back */
+        int64_t offset = to_commit(p);
         if (offset > p->committed) kmq_ledger_cover(&p->ledger, offset);
         enif_mutex_unlock(p->lock);
-        if (offset <= p->committed) continue;
+        if (p->back ? offset == p->committed : offset <= p->committed) continue;
         p->sent = offset;
         list[n++] = (kafka_partition){.topic = p->topic->name, .partition = p->partition, .offset = offset};
     }
@@ -117,6 +126,7 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
 {
     bool failed = event->error.code != 0;
     kafka_error err = event->error;
+    if (!failed) (void)KMQ_FAILPOINT("commit_ack");
     e->commit_in_flight = false;
     for (size_t i = 0; i < event->n_partitions; i++) {
         const kafka_partition *kp = &event->partitions[i];
@@ -131,8 +141,10 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
                 p->gated = false;
                 engine_wake_borrower(e);
             }
+            modes_committed(e, p);
         }
     }
+    modes_commit_over(e);
     if (failed) {
         /* Incrementally, what stays is committed while the rest of the group moves: nothing is wrong, it goes with the next. */
         bool expected = e->config.cooperative && kafka_error_rebalancing(err.code);
@@ -208,7 +220,7 @@ static void restart_lame(engine *e, int64_t now)
         part *p = e->active[i];
         if (!p->lame) continue;
         enif_mutex_lock(p->lock);
-        int64_t floor = kmq_ledger_floor(&p->ledger);
+        int64_t floor = modes_floor(p);
         enif_mutex_unlock(p->lock);
         if (engine_reset(e, p, floor, p->sent, NULL))
             engine_want_commit(e, now); /* looked at again with the next poll */
@@ -218,6 +230,10 @@ static void restart_lame(engine *e, int64_t now)
 static void flush_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
     if (!e->flush_seq) return;
+    if (!engine_marks(e)) {
+        modes_flush(e, env, events, now);
+        return;
+    }
     if (e->flush_seq == UINT64_MAX) {
         if (e->flush_due > now && e->flush_due != INT64_MAX) return;
         e->flush_seq = e->seq ? e->seq : 1;
@@ -240,13 +256,9 @@ static void destroy_clients(engine *e)
     atomic_fetch_sub(&live_consumers, 1);
 }
 
-void engine_close_begin(engine *e, int64_t deadline)
+static void close_leave(engine *e)
 {
-    if (e->state != ENGINE_OPEN) return;
-    e->state = ENGINE_CLOSING;
-    e->draining = true;
     e->close_step = CLOSE_LEAVE;
-    e->close_deadline = deadline;
     if (e->asked) { /* never answered: there is nothing to settle */
         e->asked = 0;
         if (e->config.cooperative)
@@ -259,6 +271,19 @@ void engine_close_begin(engine *e, int64_t deadline)
         engine_retire_all(e);
         e->close_step = CLOSE_FLUSH;
     }
+}
+
+/* Without markers what is in work is waited for; leaving the group, with the last commit, takes the last quarter of the time, at most 2 s. */
+void engine_close_begin(engine *e, int64_t deadline)
+{
+    if (e->state != ENGINE_OPEN) return;
+    int64_t now = engine_now(), reserve = (deadline - now) / 4;
+    e->state = ENGINE_CLOSING;
+    e->draining = true;
+    e->close_deadline = deadline;
+    e->close_drain_until = deadline - (reserve < 2000 ? reserve : 2000);
+    e->close_step = CLOSE_DRAIN;
+    if (engine_marks(e)) close_leave(e);
     engine_notify_owner(e, 0);
 }
 
@@ -266,6 +291,12 @@ static void close_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
 {
     if (e->state != ENGINE_CLOSING) return;
     bool over = now >= e->close_deadline;
+    if (e->close_step == CLOSE_DRAIN) {
+        bool drained = modes_drained(e);
+        if (!drained && now < e->close_drain_until) return;
+        if (!drained) *events = enif_make_list_cell(env, atoms.undrained, *events);
+        close_leave(e);
+    }
     if (e->close_step == CLOSE_LEAVE && (kafka_consumer_closed(e->consumer) || over)) {
         engine_retire_all(e);
         e->close_step = CLOSE_FLUSH;
@@ -299,6 +330,7 @@ void engine_kill(engine *e)
 int engine_open_producer(engine *e, kafka_error *err)
 {
     kafka_wake wake = {.fn = engine_reports_woken, .ctx = e, .fd = -1};
+    if (!engine_marks(e)) return KAFKA_OK;
     int rc = kafka_producer_open(e->producer_props, e->n_producer_props, true, &wake, &e->producer, err);
     for (size_t i = 0; i < e->n_topics && !rc; i++) {
         e->topics[i]->marker = kafka_producer_topic(e->producer, e->topics[i]->marker_name, err);
@@ -336,7 +368,10 @@ static int64_t earliest(engine *e, int64_t now)
     if (!e->commit_in_flight) SOONER(e->commit_due);
     SOONER(e->flush_due);
     if (atomic_load(&e->pending) && e->flush_due == INT64_MAX) SOONER(now + e->config.ack_flush_ms);
-    if (e->config.markers) SOONER(e->renew_due);
+    if (engine_marks(e))
+        SOONER(e->renew_due);
+    else
+        SOONER(modes_due(e, now));
     SOONER(isolate_due(e, now));
     if (e->revoking || e->state == ENGINE_CLOSING || e->flush_seq) SOONER(now + BUSY_MS);
     for (int32_t i = e->first_slot; i < e->n_slots; i++) {
@@ -383,6 +418,7 @@ int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_m
     if (now >= e->renew_due) marks_renew(e, now);
     marks_timeouts(e, now);
     isolate_turn(e, true, now);
+    if (!engine_marks(e)) modes_say(e, env, events, now);
     flush_on(e, env, events, now);
     engine_revoke_on(e, env, events, now);
     if (now >= e->commit_due && e->state == ENGINE_OPEN) engine_send_commit(e, now);
@@ -419,6 +455,7 @@ void engine_free(engine *e)
         enif_free(e->topics[i]->marker_name);
         enif_free(e->topics[i]);
     }
+    if (e->letters_env) enif_free_env(e->letters_env);
     enif_free(e->topics);
     enif_free(e->slots);
     enif_free(e->active);

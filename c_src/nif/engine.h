@@ -13,9 +13,12 @@
  * assignment is handed out only when the commit that covers it is acknowledged (`gated`): a message that kills the VM is then
  * below the committed offset the next time, and the tracker counts it.
  *
+ * Without markers there is no producer. :offsets hands out what is fetched and commits the lowest offset that is not settled;
+ * :at_most_once commits window by window, and hands out what an acknowledged commit covers.
+ *
  * Files: engine.c (life, poll, timers, commits), rebalance.c (what is assigned), pump.c (fetch, START, hand-out), marks.c (records to the marker
- * topic and their reports), isolate.c (what crashed before, beside all engines of the VM), control.c (pause, seek), lanes.c (where an
- * order is kept), reopen.c (a new client in the place of a fatal one).
+ * topic and their reports), modes.c (what is otherwise without markers), isolate.c (what crashed before, beside all engines of the VM),
+ * control.c (pause, seek), lanes.c (where an order is kept), reopen.c (a new client in the place of a fatal one).
  *
  * Locks, in this order: engine.lock -> slots_lock -> part.lock; engine.lock -> isolate.c's -> wake_lock; wake_lock is a leaf and is also taken in librdkafka's callbacks (which
  * hold a queue lock), so nobody calls librdkafka with it. No librdkafka call under a part.lock.
@@ -42,7 +45,8 @@ typedef enum engine_format { FORMAT_RANGE, FORMAT_KMQ } engine_format;
 typedef struct engine_config {
     char *group_id;
     engine_format format;
-    bool markers; /* false: no markers at all (the measure of the bench; hand-outs are not tracked) */
+    kmq_delivery delivery;
+    bool bare; /* the bench's measure: as at most once, but handed out before it is committed */
     int64_t lease_ms, max_processing_ms, start_ahead, max_in_flight, commit_interval_ms, ack_flush_ms, revoke_wait_ms;
     int64_t max_poll_ms, store_bytes;
     char *count_header;
@@ -99,19 +103,24 @@ struct part {
     bool lame;          /* no memory on the way: begins again at the first offset not handed out */
     int64_t position;   /* next offset expected from the queue */
     store store;
-    /* the gate of the first window; -1: no commit asked for yet */
+    /* the gate of the first window, or (at most once) of the present one; -1: no commit asked for yet */
     bool gated;
     int64_t gate_offset;
-    int64_t committed, sent;         /* acknowledged; last sent. -1: none */
+    int64_t asked_n,
+        covered_n;           /* at most once: messages below gate_offset; of these those whose commit is acknowledged */
+    bool back;               /* at most once: the next commit may go back, to what was not handed out */
+    int64_t committed, sent; /* acknowledged; last sent. -1: none */
     int starts_in_flight, in_flight; /* of starts: PARKs, too */
     int64_t start_pause_until;
-    uint64_t foreign_copies, filtered, parked, expired, handed_out;
+    uint64_t foreign_copies, filtered, parked, expired, handed_out, undelayed;
+    int64_t oldest, oldest_since, flush_to; /* offsets: what holds the commit, since when (0: said); of a flush */
     park *parks;
     size_t n_parks, cap_parks;
     int64_t log_ms, log_at; /* time of the marker partition's broker when this clock showed log_at; 0: not known yet */
 
-    ErlNifMutex *lock; /* ledger, retries */
+    ErlNifMutex *lock; /* ledger, letters, retries, state */
     kmq_ledger ledger;
+    kmq_offset_set letters; /* without markers: rejected or expired, their dead letters are not written yet */
     retry *retries, **retries_tail;
     _Atomic bool full; /* a hand-out stopped at max_in_flight; an ack ends it */
 };
@@ -139,7 +148,7 @@ typedef struct engine_note {
 
 typedef enum engine_state { ENGINE_OPEN, ENGINE_CLOSING, ENGINE_CLOSED } engine_state;
 typedef enum revoke_step { REVOKE_NONE, REVOKE_DRAIN, REVOKE_SETTLE, REVOKE_COMMIT } revoke_step;
-typedef enum close_step { CLOSE_FLUSH, CLOSE_LEAVE, CLOSE_WAIT } close_step;
+typedef enum close_step { CLOSE_DRAIN, CLOSE_FLUSH, CLOSE_LEAVE, CLOSE_WAIT } close_step;
 
 struct engine {
     ErlNifMutex *lock;
@@ -173,7 +182,7 @@ struct engine {
 
     bool draining; /* nothing more is handed out */
     close_step close_step;
-    int64_t close_deadline;
+    int64_t close_deadline, close_drain_until;
 
     bool commit_in_flight;
     int64_t commit_due;   /* INT64_MAX: nothing changed */
@@ -189,6 +198,16 @@ struct engine {
     engine_note start_note, end_note;
 
     isolate_member isolate;
+
+    /* without markers */
+    uint64_t gate_handed; /* handed_total when a window's commit was asked for */
+    size_t gate_cursor;
+    ErlNifEnv *letters_env; /* what expired and waits for the owner, who writes the dead letters */
+    ERL_NIF_TERM letters;
+    size_t n_letters;
+    uint64_t undelayed; /* delayed messages handed out at once, and not said yet */
+    int64_t undelayed_at;
+    _Atomic bool settled; /* the floor may have moved since the last commit */
 
     _Atomic int64_t pending;   /* ENDs and RETRYs not yet in a record */
     _Atomic int64_t owner_due; /* when the owner polls next */
@@ -213,6 +232,8 @@ static inline int64_t part_now(const part *p, int64_t now)
     return p->log_at ? p->log_ms + (now - p->log_at) : INT64_MIN;
 }
 void engine_clock_load(void);
+int64_t engine_wall_ms(void); /* this machine's time of day */
+static inline bool engine_marks(const engine *e) { return e->config.delivery == KMQ_DELIVERY_MARKERS; }
 
 /* -- life (engine.c). Everything below is called with engine.lock held unless it says otherwise. */
 void engine_notify_owner(engine *engine, int64_t in_ms); /* no lock needed */
@@ -251,6 +272,31 @@ void engine_part_free(part *part);
 /* -- control.c */
 bool engine_is_paused(const engine *engine, const char *topic, int32_t partition);
 void engine_paused_free(engine *engine);
+
+/* -- modes.c: deliveries without markers */
+enum { MODES_LETTERS_MAX = 512 };
+/* Where the commit may stand, and what is in work; part.lock is held. */
+int64_t modes_floor(const part *part);
+int64_t modes_open(const part *part);
+/* How many of the first `most` messages may be handed out; n of them were; asks for the next window's commit. */
+int64_t modes_most(const engine *engine, const part *part, int64_t most);
+void modes_handed(const engine *engine, part *part, int64_t n);
+void modes_ask(engine *engine, int64_t want, int64_t now);
+void modes_committed(engine *engine, part *part);
+void modes_commit_over(engine *engine);
+/* Settles offsets of a slot whose part is NULL when it is gone (no lock held). A result each; whether its partition was full. Cause dead-lettered: of
+ * those that leave. */
+bool modes_settle(engine *engine, part *part, int slot, kmq_end_cause cause, const int64_t *offsets, size_t n,
+                  int8_t *results);
+/* It leaves: nobody else settles it, and it holds the floor until its dead letter is written. part.lock is held. OK | ELATE | EUNKNOWN |
+ * ENOMEM */
+int modes_leave(engine *engine, part *part, int slot, int64_t offset);
+/* The first of the store has expired, and was handed out just now: its bytes wait for the owner. false: no memory */
+bool modes_expire(engine *engine, part *part);
+void modes_say(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
+int64_t modes_due(engine *engine, int64_t now);
+bool modes_drained(engine *engine);
+void modes_flush(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
 
 /* -- pump.c */
 void pump(engine *engine, int64_t want, int64_t now);

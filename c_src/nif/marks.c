@@ -264,14 +264,12 @@ static size_t kmq_headers(const engine *e, uint8_t type, uint8_t cause, uint8_t 
     return n;
 }
 
-static int64_t wall_ms(void) { return enif_monotonic_time(ERL_NIF_MSEC) + enif_time_offset(ERL_NIF_MSEC); }
-
 /* The time in a START's value, from its own timestamp on. PARK names a time of day; a JVM tracker needs what is left of it. */
 static int64_t kmq_time(const part *p, uint8_t type, int64_t time_ms, int64_t now)
 {
     if (type != KMQ_MARKER_PARK) return time_ms;
     int64_t at = part_now(p, now);
-    if (at == INT64_MIN) at = wall_ms();
+    if (at == INT64_MIN) at = engine_wall_ms();
     return time_ms > at ? time_ms - at : 0;
 }
 
@@ -437,7 +435,7 @@ void marks_flush(engine *e, int64_t now)
 void marks_renew(engine *e, int64_t now)
 {
     e->renew_due = now + e->config.lease_ms / 3;
-    if (e->config.format != FORMAT_RANGE || !e->config.markers) return;
+    if (e->config.format != FORMAT_RANGE || !engine_marks(e)) return;
     for (int32_t i = e->first_slot; i < e->n_slots; i++) {
         part *p = e->slots[i];
         int64_t cursor = INT64_MIN;
@@ -505,7 +503,7 @@ void marks_skip(engine *e, part *p, int64_t below)
 /* The log's time when it took the record: by now the broker's clock is at least there. */
 static void note_time(part *p, int64_t timestamp_ms, int64_t now)
 {
-    if (timestamp_ms <= 0) timestamp_ms = wall_ms(); /* a log without times is stamped by its writers */
+    if (timestamp_ms <= 0) timestamp_ms = engine_wall_ms(); /* a log without times is stamped by its writers */
     if (timestamp_ms <= part_now(p, now)) return;
     p->log_ms = timestamp_ms;
     p->log_at = now;

@@ -165,8 +165,13 @@ static bool keep_headed(engine *e, part *p, const kafka_record *record, const ka
     store_kmq kmq = {.attempt = 1, .deliveries = 1, .id_header = -1, .expires_ms = INT64_MAX};
     int64_t due_ms = 0;
     bool ours = read_headers(e, record, headers, n, &kmq, &due_ms), wants = ours && wanted(e, headers, n);
-    bool delayed = wants && e->config.markers && due_ms > 0 && due_ms > part_now(p, now);
+    bool delayed = wants && engine_marks(e) && due_ms > 0 && due_ms > part_now(p, now);
     int rc;
+    if (wants && !engine_marks(e) &&
+        due_ms > engine_wall_ms()) { /* nothing to park it with: it is handed out, and that is said */
+        p->undelayed++;
+        if (!e->undelayed++) engine_notify_owner(e, 0);
+    }
     if (delayed) {
         rc = park_it(p, record->offset, due_ms);
     } else {
@@ -268,7 +273,7 @@ static void stored(const engine *e, int64_t *count, size_t *bytes)
 /* Twice what is handed out in a START's round trip, while hand-outs go on: as fast as the caller takes, up to AHEAD_MAX. */
 static int64_t ahead(const engine *e, int64_t now)
 {
-    if (!e->config.markers || now - e->handed_at > AHEAD_FRESH_MS) return 0;
+    if (!engine_marks(e) || now - e->handed_at > AHEAD_FRESH_MS) return 0;
     return e->handed_per_trip < AHEAD_MAX / 2 ? (int64_t)(2 * e->handed_per_trip) : AHEAD_MAX;
 }
 
@@ -298,7 +303,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         idle = p->position > position ? 0 : idle + 1;
     }
     if (skipped) engine_want_commit(e, now); /* what is skipped moves the floor, too */
-    if (e->config.markers)
+    if (engine_marks(e))
         for (size_t i = 0; i < e->n_active; i++) marks_start(e, e->active[i], now);
 }
 
@@ -327,6 +332,7 @@ static void ask_gate(engine *e, part *p, int64_t window, int64_t now)
 /* The first message's time to live is over: nobody sees it. false: no memory, it is handed out after all. */
 static bool expire(engine *e, part *p, int64_t now)
 {
+    if (!engine_marks(e)) return modes_expire(e, p);
     int64_t offset = store_first(&p->store);
     retry *r = NULL;
     if (!e->config.expired_discard) {
@@ -362,13 +368,15 @@ static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, ha
 {
     int64_t got = 0;
     size_t bytes = 0;
-    int64_t broker_now = part_now(p, h->now);
+    int64_t broker_now = engine_marks(e) ? part_now(p, h->now) : engine_wall_ms();
     while (got < max) {
         int64_t most = max - got;
-        if (e->config.markers && (p->store.crashed || isolate_busy())) most = isolate_most(e, p, most, h->now);
+        if (!engine_marks(e))
+            most = modes_most(e, p, most);
+        else if (p->store.crashed || isolate_busy())
+            most = isolate_most(e, p, most, h->now);
         enif_mutex_lock(p->lock);
-        int64_t ready = kmq_ledger_ready(&p->ledger),
-                free_slots = e->config.max_in_flight - kmq_ledger_open(&p->ledger);
+        int64_t ready = kmq_ledger_ready(&p->ledger), free_slots = e->config.max_in_flight - modes_open(p);
         p->full = ready > 0 && free_slots <= 0;
         int64_t n = ready < most ? ready : most;
         if (n > free_slots) n = free_slots;
@@ -382,6 +390,7 @@ static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, ha
         if (n > 0 && kmq_ledger_hand_out(&p->ledger, n, h->now)) n = 0;
         enif_mutex_unlock(p->lock);
         if (n <= 0) break;
+        modes_handed(e, p, n);
         for (int64_t i = 0; i < n; i++) {
             if (store_first_expires(&p->store) <= broker_now && expire(e, p, h->now)) continue;
             *list = enif_make_list_cell(env, store_take(&p->store, env, &bytes), *list);
@@ -460,8 +469,9 @@ static int64_t hand_out(engine *e, ErlNifEnv *env, int64_t max, handing *h)
     if (got) {
         e->handed_total += (uint64_t)got;
         e->handed_at = h->now;
-        engine_want_commit(e, h->now);
+        if (engine_marks(e)) engine_want_commit(e, h->now);
     }
+    modes_ask(e, max, h->now);
     if (e->commit_due <= h->now) engine_send_commit(e, h->now);
     return got;
 }
@@ -476,10 +486,10 @@ ERL_NIF_TERM pump_take_lanes(engine *e, ErlNifEnv *env, int64_t max, lanes *l, i
     *more = false;
     marks_reports(e, now);
     if (!may_fetch(e) || max <= 0) return h.batches;
-    if (!e->config.markers) fetch(e, max, now, h.start);
+    if (!engine_marks(e)) fetch(e, max, now, h.start);
     isolate_turn(e, false, now);
     int64_t got = hand_out(e, env, max, &h);
-    if (!h.cut && e->config.markers) fetch(e, max - got, now, h.start);
+    if (!h.cut && engine_marks(e)) fetch(e, max - got, now, h.start);
     *more = h.cut || slice_over(h.start);
     *unknown = h.unknown;
     return h.batches;

@@ -81,6 +81,7 @@ void engine_part_free(part *p)
     }
     store_free(&p->store);
     enif_free(p->parks);
+    kmq_offset_set_free(&p->letters);
     kmq_ledger_free(&p->ledger);
     enif_mutex_destroy(p->lock);
     enif_free(p);
@@ -97,14 +98,16 @@ static part *new_part(engine *e, engine_topic *topic, int32_t partition, int64_t
                 .hot = true,
                 .paused = engine_is_paused(e, topic->name, partition),
                 .gate_offset = -1,
-                .gated = e->config.markers,
+                .gated = engine_marks(e),
+                .oldest = -1,
                 .committed = committed,
                 .sent = committed};
     p->retries_tail = &p->retries;
     store_init(&p->store);
+    kmq_offset_set_init(&p->letters, &core_alloc);
     p->lock = enif_mutex_create((char *)(uintptr_t) "kmq:partition");
-    kmq_delivery delivery = e->config.markers ? KMQ_DELIVERY_MARKERS : KMQ_DELIVERY_AT_MOST_ONCE;
-    if (!p->lock || kmq_ledger_init(&p->ledger, &core_alloc, delivery, position, e->config.max_processing_ms)) {
+    if (!p->lock ||
+        kmq_ledger_init(&p->ledger, &core_alloc, e->config.delivery, position, e->config.max_processing_ms)) {
         if (p->lock) enif_mutex_destroy(p->lock);
         enif_free(p);
         return NULL;
@@ -131,7 +134,8 @@ static bool add_slot(engine *e, part *p)
     return true;
 }
 
-/* What was handed out stays: its acks, renewals and time limit go on until nothing is open. */
+/* What was handed out stays: its acks, renewals and time limit go on until nothing is open. Without markers it is the next owner's, and
+ * a later ack is told so. */
 static void retire(engine *e, part *p)
 {
     enif_mutex_lock(p->lock);
@@ -162,7 +166,7 @@ void engine_reap(engine *e)
         part *p = e->slots[i];
         if (!p || p->state != PART_RETIRED || p->in_flight) continue;
         enif_mutex_lock(p->lock);
-        bool done = !kmq_ledger_open(&p->ledger) && !kmq_ledger_ends(&p->ledger) && !p->retries;
+        bool done = !engine_marks(e) || (!kmq_ledger_open(&p->ledger) && !kmq_ledger_ends(&p->ledger) && !p->retries);
         enif_mutex_unlock(p->lock);
         if (!done) continue;
         enif_rwlock_rwlock(e->slots_lock);
@@ -323,7 +327,7 @@ static void revoked(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
 static bool in_work(part *p)
 {
     enif_mutex_lock(p->lock);
-    bool open = kmq_ledger_open(&p->ledger) || kmq_ledger_ends(&p->ledger) || p->retries;
+    bool open = modes_open(p) || kmq_ledger_ends(&p->ledger) || p->retries;
     enif_mutex_unlock(p->lock);
     return open || p->in_flight;
 }
@@ -347,8 +351,9 @@ void engine_revoke_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t n
     if (e->revoking == REVOKE_NONE) return;
     bool over = now >= e->revoke_until || kafka_consumer_lost(e->consumer);
     if (e->revoking == REVOKE_DRAIN) {
-        /* whoever closes has waited for what is in work before, or does not want to */
-        bool wait = e->state == ENGINE_OPEN && now < e->drain_until && !over;
+        /* whoever closes waits for what is in work before it leaves, or does not want to */
+        bool leaves = e->state != ENGINE_OPEN && e->close_step != CLOSE_DRAIN;
+        bool wait = !leaves && now < e->drain_until && !over;
         if (wait && !drained(e)) return;
         e->revoking = REVOKE_SETTLE;
     }
@@ -357,6 +362,8 @@ void engine_revoke_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t n
         for (size_t i = e->n_active; i < e->n_assigned; i++) {
             part *p = e->active[i];
             p->gate_offset = -1; /* a window that was not committed yet is not handed out any more: the group's */
+            /* At most once, what was committed ahead goes back to the group. Nothing is in flight that could come after it. */
+            p->back = e->config.delivery == KMQ_DELIVERY_AT_MOST_ONCE && !e->config.bare && !e->commit_in_flight;
             marks_release(e, p, false);
         }
         e->revoking = REVOKE_COMMIT;

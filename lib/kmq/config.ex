@@ -36,6 +36,7 @@ defmodule Kmq.Config do
     marker_topics: %{},
     dead_letter_topics: %{},
     redeliver_topics: %{},
+    dead_letters: :required,
     consumer_props: [],
     producer_props: [],
     tracker_props: [],
@@ -56,6 +57,7 @@ defmodule Kmq.Config do
           marker_topics: %{String.t() => String.t()},
           dead_letter_topics: %{String.t() => String.t()},
           redeliver_topics: %{String.t() => String.t()},
+          dead_letters: :required | :optional,
           consumer_props: props,
           producer_props: props,
           tracker_props: props,
@@ -66,6 +68,7 @@ defmodule Kmq.Config do
   @spec new(keyword, :producer | :consumer | :tracker) :: {:ok, t} | {:error, Error.t()}
   def new(options, kind \\ :producer) do
     with {:ok, valid} <- Options.validate(options, kind),
+         {:ok, valid} <- delivery(valid, kind),
          {:ok, topics} <- derive_topics(valid),
          {:ok, security} <- Security.props(valid[:client_config]),
          :ok <- timing(valid),
@@ -73,7 +76,7 @@ defmodule Kmq.Config do
          valid = hide(valid),
          config = build(valid, kind, topics, security),
          :ok <- whole(config.admin_props) do
-      idle = Options.idle(options)
+      idle = Options.idle(options) ++ idle_without_markers(options, valid[:delivery])
       idle != [] && warn_idle(idle)
       {:ok, %{config | ordering: ordering(valid, options)}}
     else
@@ -218,6 +221,48 @@ defmodule Kmq.Config do
       else: valid[:ordering]
   end
 
+  # ---- what a delivery has
+
+  # A failed message must not be lost in silence: where nothing is delivered again, it is kept as a dead letter; where that is what
+  # was asked for, it is dropped.
+  @on_failure %{markers: :retry, offsets: :reject, at_most_once: :discard}
+
+  defp delivery(valid, kind) do
+    delivery = valid[:delivery]
+
+    with :ok <- tracked(delivery, kind),
+         :ok <- Options.Types.supported(valid[:on_success], :on_success, delivery),
+         :ok <- Options.Types.supported(valid[:on_failure], :on_failure, delivery) do
+      default = if kind == :producer, do: [on_failure: @on_failure[delivery]], else: []
+      {:ok, Keyword.merge(default, valid)}
+    end
+  end
+
+  defp tracked(delivery, :tracker) when delivery != :markers do
+    {:error,
+     "invalid value for :delivery option: a tracker reads markers, and delivery: #{inspect(delivery)} has none"}
+  end
+
+  defp tracked(_delivery, _kind), do: :ok
+
+  @for_markers ~w(marker_format marker_topic redeliver_to lease max_redeliveries backoff ack_flush_interval allow_create_time
+    redelivery redelivery_rate trim_markers dead_letter_oversize receipt_secret)a
+
+  defp idle_without_markers(_options, :markers), do: []
+
+  defp idle_without_markers(options, _delivery) do
+    for name <- @for_markers, Keyword.get(options, name) != nil, do: inspect(name)
+  end
+
+  # With a tracker dead letters can always come up. Without one it must be there where the options send messages there.
+  defp dead_letters(%{delivery: :markers}), do: :required
+
+  defp dead_letters(config) do
+    rejects? = :reject in [config.on_success, config.on_failure]
+    expires? = config.ttl != nil and config.on_expired == :reject
+    if rejects? or expires?, do: :required, else: :optional
+  end
+
   # ---- topics
 
   @doc "`<topic>__<group>__markers`"
@@ -237,7 +282,7 @@ defmodule Kmq.Config do
            named(:marker_topic, valid, topics, &default_marker_topic(&1, valid[:group_id])),
          {:ok, dead_letters} <-
            named(:dead_letter_topic, valid, topics, &dead_letter_default(&1, redeliver)),
-         :ok <- marker_names(markers, topics, valid),
+         :ok <- marker_names(markers, topics, valid, valid[:delivery]),
          :ok <- dead_letter_names(dead_letters, markers, topics) do
       {:ok,
        %{marker_topics: markers, dead_letter_topics: dead_letters, redeliver_topics: redeliver}}
@@ -285,7 +330,9 @@ defmodule Kmq.Config do
     end
   end
 
-  defp marker_names(markers, topics, valid) do
+  defp marker_names(_markers, _topics, _valid, delivery) when delivery != :markers, do: :ok
+
+  defp marker_names(markers, topics, valid, _delivery) do
     given = valid[:marker_topic] != nil
 
     Enum.find_value(markers, :ok, fn {topic, marker} ->
@@ -412,6 +459,7 @@ defmodule Kmq.Config do
     |> struct!(commit_interval: commit_interval(valid))
     |> struct!(topics)
     |> struct!(props)
+    |> then(&%{&1 | dead_letters: dead_letters(&1)})
   end
 
   defp commit_interval(valid) do

@@ -237,7 +237,7 @@ defmodule Kmq.Consumer do
   defp take(%{handle: nil}, _max), do: []
 
   defp take(state, max) do
-    state.handle |> Handle.take(max) |> Message.from_batches(state.handle, state.config.backoff)
+    state.handle |> Handle.take(max) |> Message.from_batches(state.handle, state.config)
   end
 
   defp serve(%{waiting: []} = state), do: state

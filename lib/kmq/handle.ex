@@ -21,6 +21,7 @@ defmodule Kmq.Handle do
     Control,
     Error,
     Info,
+    LetterWriter,
     Receipt,
     Security,
     Telemetry,
@@ -37,7 +38,8 @@ defmodule Kmq.Handle do
   @type t :: %__MODULE__{pid: pid, ref: reference}
   @type token :: {slot :: integer, offset :: integer}
   @type batch :: {slot :: integer, topic :: binary, partition :: integer, [tuple]}
-  @type refusal :: {integer, integer, :late | :unknown | :closed | :enomem | :full}
+  @type refusal ::
+          {integer, integer, :late | :unknown | :closed | :enomem | :full | :unsupported}
 
   @admin_timeout 10_000
   @retry_causes %{failed: {0, 1}, released: {2, 0}, snoozed: {3, 0}, rejected: {4, 3}}
@@ -162,6 +164,25 @@ defmodule Kmq.Handle do
   def retry(%__MODULE__{ref: ref}, tokens, cause, text) do
     {code, flags} = Map.fetch!(@retry_causes, cause)
     refused(:kmq_nif.consumer_retry(ref, tokens, code, flags, clip(text)), tokens)
+  end
+
+  @doc "To the dead letter topic. The original is needed where there is no tracker to read it again."
+  @spec reject(t, [{integer, integer, LetterWriter.original() | term}], binary | nil) ::
+          :ok | {:error, [refusal]}
+  def reject(%__MODULE__{pid: pid} = handle, entries, text) when node(pid) != node() do
+    remote(handle, {:reject, entries, text}, entries)
+  end
+
+  def reject(%__MODULE__{pid: pid} = handle, entries, text) do
+    case LetterWriter.whereis(pid) do
+      nil ->
+        retry(handle, for({slot, offset, _} <- entries, do: {slot, offset, 0}), :rejected, text)
+
+      writer ->
+        LetterWriter.reject(writer, entries, clip(text))
+    end
+  catch
+    :exit, _ -> {:error, all_closed(entries)}
   end
 
   @doc "What is in work may be so for so many ms from now on."
@@ -291,6 +312,7 @@ defmodule Kmq.Handle do
           # What its tracker is there for: all topics this consumer has ever had, open messages may be of any of them.
           covered: config,
           updated: false,
+          letters: nil,
           timer: nil,
           timer_at: nil,
           resolver: nil,
@@ -308,6 +330,7 @@ defmodule Kmq.Handle do
         {:ok, _} = Registry.register(Kmq.Registry, {:receipts, self()}, Receipt.info(config))
         {:ok, _} = Registry.register(Kmq.Registry, {:native, key}, ref)
         gauges_later(config)
+        state = %{state | letters: letter_writer(config, ref)}
         {:ok, watch(state, borrower), {:continue, :start}}
 
       {:error, reason} ->
@@ -317,13 +340,22 @@ defmodule Kmq.Handle do
 
   @impl true
   def handle_continue(:start, state) do
-    if state.config.tracker == :embedded, do: send(self(), :tracker)
+    if tracked?(state.config), do: send(self(), :tracker)
 
     case :kmq_nif.consumer_subscribe(state.ref) do
       :ok -> {:noreply, poll(state)}
       {:error, reason} -> down(Error.from_native(reason, "subscribe"), state)
     end
   end
+
+  # Where there is no tracker, the handle's own process writes dead letters.
+  defp letter_writer(%{delivery: delivery} = config, ref)
+       when delivery in [:offsets, :at_most_once] do
+    {:ok, writer} = LetterWriter.start_link(config, ref)
+    writer
+  end
+
+  defp letter_writer(_config, _ref), do: nil
 
   # Where the library knows it, a full local queue costs 10 ms and not a second.
   defp version_props do
@@ -398,6 +430,10 @@ defmodule Kmq.Handle do
 
   def handle_call({:retry, tokens, cause, text}, _from, state) do
     {:reply, retry(handle(state), tokens, cause, text), state}
+  end
+
+  def handle_call({:reject, entries, text}, _from, state) do
+    {:reply, reject(handle(state), entries, text), state}
   end
 
   def handle_call({:extend, tokens}, _from, state) do
@@ -537,6 +573,14 @@ defmodule Kmq.Handle do
       {nil, _} -> {:noreply, sought(state, Map.pop(state.seeks, monitor), reason)}
       {reset, resets} -> {:noreply, reset(%{state | resets: resets}, reset, reason)}
     end
+  end
+
+  # What it had marked can only come again when nothing more is committed.
+  def handle_info({:EXIT, pid, reason}, %{letters: pid} = state) when pid != nil do
+    down(
+      Error.new(:closed, "its writer of dead letters ended: #{inspect(reason)}", retriable?: true),
+      state
+    )
   end
 
   def handle_info({:EXIT, _pid, _reason}, state), do: {:noreply, state}
@@ -731,6 +775,40 @@ defmodule Kmq.Handle do
 
   defp event({:log, level, text}, state) do
     Logger.log(log_level(level), fn -> "kmq: #{name(state)}: librdkafka: #{text}" end)
+    state
+  end
+
+  defp event({:expired, letters}, state) do
+    LetterWriter.expired(state.letters, letters)
+    state
+  end
+
+  defp event({:overdue, topic, partition, offset}, state) do
+    ms = state.config.max_processing_time
+    metadata = %{topic: topic, partition: partition, offset: offset}
+
+    Logger.warning(
+      "kmq: #{name(state)}: #{topic}-#{partition}: offset #{offset} is in work and has held the commit for #{ms} ms"
+    )
+
+    telemetry([:overdue], %{count: 1, age_ms: ms}, state, metadata)
+    state
+  end
+
+  defp event({:undelayed, count}, state) do
+    Logger.warning(
+      "kmq: #{name(state)}: #{count} delayed messages are handed out at once: delays need delivery: :markers"
+    )
+
+    telemetry([:undelayed], %{count: count}, state, %{})
+    state
+  end
+
+  defp event(:undrained, state) do
+    Logger.warning(
+      "kmq: #{name(state)}: closes while messages are in work: what is not settled by now comes again"
+    )
+
     state
   end
 
@@ -995,14 +1073,17 @@ defmodule Kmq.Handle do
 
   # ---- tracker
 
+  defp tracked?(config), do: config.tracker == :embedded and config.delivery == :markers
+
   defp cover(state) do
     covered = Config.cover(state.config, state.covered)
 
     Registry.update_value(Kmq.Registry, {:receipts, self()}, fn _ -> Receipt.info(covered) end)
 
-    if covered.marker_topics != state.covered.marker_topics and covered.tracker == :embedded,
+    if covered.marker_topics != state.covered.marker_topics and tracked?(covered),
       do: send(self(), :tracker)
 
+    state.letters && LetterWriter.update(state.letters, covered)
     %{state | covered: covered}
   end
 

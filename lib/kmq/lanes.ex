@@ -32,8 +32,9 @@ defmodule Kmq.Lanes do
         }
   @typedoc "In a message's ack data, in the place of its attempt."
   @type mark ::
-          {attempt :: pos_integer, {:atomics.atomics_ref(), pos_integer, pid | nil},
-           lane :: non_neg_integer, seq :: pos_integer}
+          {attempt :: pos_integer | Kmq.LetterWriter.original(),
+           {:atomics.atomics_ref(), pos_integer, pid | nil}, lane :: non_neg_integer,
+           seq :: pos_integer}
 
   @doc "`wake`: who gets `{:kmq, :room}`; nil = it asks again by itself."
   @spec new(:partition | :key, pos_integer, pos_integer, pid | nil) :: t

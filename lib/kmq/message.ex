@@ -12,7 +12,7 @@ defmodule Kmq.Message do
   """
 
   @enforce_keys [:topic, :partition, :offset, :handle, :slot]
-  @derive {Inspect, except: [:handle, :slot, :backoff]}
+  @derive {Inspect, except: [:handle, :slot, :backoff, :original]}
   defstruct [
     :topic,
     :partition,
@@ -24,6 +24,7 @@ defmodule Kmq.Message do
     :handle,
     :slot,
     :backoff,
+    :original,
     headers: [],
     attempt: 1,
     deliveries: 1
@@ -47,15 +48,19 @@ defmodule Kmq.Message do
           id: id,
           handle: Kmq.Handle.t(),
           slot: non_neg_integer,
-          backoff: Kmq.Backoff.normal()
+          backoff: Kmq.Backoff.normal(),
+          original: Kmq.LetterWriter.original() | nil
         }
 
   @doc false
-  # Batches as Kmq.Handle.take/2 gives them.
-  @spec from_batches([tuple], Kmq.Handle.t(), Kmq.Backoff.normal()) :: [t]
-  def from_batches(batches, handle, backoff) do
+  # Batches as Kmq.Handle.take/2 gives them. Where no tracker can read it again, the original is kept: whoever rejects the message
+  # may have put something else in its place.
+  @spec from_batches([tuple], Kmq.Handle.t(), Kmq.Config.t()) :: [t]
+  def from_batches(batches, handle, config) do
+    keep? = config.delivery != :markers
+
     for {slot, topic, partition, records} <- batches,
-        {offset, ts, key, value, headers, attempt, deliveries, origin} <- records do
+        {offset, ts, key, value, headers, attempt, deliveries, origin} = record <- records do
       %__MODULE__{
         topic: topic,
         partition: partition,
@@ -69,7 +74,8 @@ defmodule Kmq.Message do
         id: id(origin, topic, partition, offset, ts),
         handle: handle,
         slot: slot,
-        backoff: backoff
+        backoff: config.backoff,
+        original: if(keep?, do: {topic, partition, record})
       }
     end
   end

@@ -138,10 +138,12 @@ defmodule Kmq.Options do
                doc: "The consumer group."
              ],
              delivery: [
-               type: {:custom, Types, :later, [[:markers], [:offsets, :at_most_once]]},
+               type: {:in, [:markers, :offsets, :at_most_once]},
                default: :markers,
-               type_doc: "`:markers`",
-               doc: "`:markers`: each message is acknowledged on its own."
+               doc:
+                 "`:markers`: each message is acknowledged on its own, and delivered again until it is. `:offsets`: the group's commit follows the " <>
+                   "lowest message that is not settled (as broadway_kafka's). `:at_most_once`: committed before it is handed out. " <>
+                   "See the guide \"Deliveries\"."
              ],
              marker_format: [
                type: {:in, [:range, :kmq]},
@@ -169,7 +171,8 @@ defmodule Kmq.Options do
                default: 300_000,
                type_doc: "`t:pos_integer/0`",
                doc:
-                 "How long, in ms, a message may be in work. Then it counts as failed and comes again; a later ack is told so."
+                 "How long, in ms, a message may be in work. Then it counts as failed and comes again; a later ack is told so. With " <>
+                   "`:offsets` it stays in work, and only an event says that it has held the commit for so long."
              ],
              max_redeliveries: [
                type: :non_neg_integer,
@@ -187,7 +190,9 @@ defmodule Kmq.Options do
              start_ahead: [
                type: :pos_integer,
                default: 2_000,
-               doc: "So many messages of a consumer get their START before anyone asks for them."
+               doc:
+                 "So many messages of a consumer get their START before anyone asks for them. With `:at_most_once`: so many are committed " <>
+                   "ahead of their hand-out at most, which a crash loses."
              ],
              ack_flush_interval: [
                type: :non_neg_integer,
@@ -203,7 +208,8 @@ defmodule Kmq.Options do
                type: :pos_integer,
                default: 100_000,
                doc:
-                 "Handed out and not settled, at most, by partition. Bytes are bounded by the fetch options."
+                 "Handed out and not settled, at most, by partition (with `:at_most_once` what is handed out is settled). Bytes are " <>
+                   "bounded by the fetch options."
              ],
              drain_timeout: [
                type: {:custom, Types, :ms_up_to, [3_600_000]},
@@ -259,7 +265,8 @@ defmodule Kmq.Options do
                type: :boolean,
                default: false,
                doc:
-                 "Make marker and dead letter topics that are missing. Otherwise the error prints the command."
+                 "Make marker and dead letter topics that are missing. Otherwise the error prints the command. Without markers a dead " <>
+                   "letter topic must be there only where it is needed for certain: for `:reject` as `:on_success` or `:on_failure`, and for `:ttl`."
              ],
              allow_create_time: [
                type: :boolean,
@@ -271,7 +278,7 @@ defmodule Kmq.Options do
                type: {:in, [:embedded, :external]},
                default: :embedded,
                doc:
-                 "`:embedded` runs a tracker beside the consumers of this VM; `:external` starts none."
+                 "`:embedded` runs a tracker beside the consumers of this VM, where there are markers; `:external` starts none."
              ],
              redelivery: [
                type: {:in, [:idempotent, :transactional]},
@@ -296,7 +303,8 @@ defmodule Kmq.Options do
              ]
            ] ++ @client
 
-  @dispositions "`:ack`, `:retry`, `{:retry, delay_ms | backoff}`, `:release`, `{:snooze, delay_ms}`, `:reject`, `:discard`, `:noop` or `:manual`"
+  @dispositions "`:ack`, `:retry`, `{:retry, delay_ms | backoff}`, `:release`, `{:snooze, delay_ms}`, `:reject`, `:discard`, `:noop` or `:manual`; " <>
+                  "without markers `:ack`, `:reject` or `:discard`"
 
   @consumer @group ++
               [
@@ -368,10 +376,10 @@ defmodule Kmq.Options do
                 ],
                 on_failure: [
                   type: {:custom, Types, :disposition, []},
-                  default: :retry,
                   type_doc: "disposition",
                   doc:
-                    "What becomes of a message that failed: the same. `:retry` waits as `:backoff` says."
+                    "What becomes of a message that failed: the same. `:retry` waits as `:backoff` says. The default is `:retry`; with " <>
+                      "`delivery: :offsets` `:reject`, with `:at_most_once` `:discard`."
                 ],
                 receive_interval: [
                   type: :any,

@@ -30,6 +30,7 @@ defmodule Kmq.Receipt do
   @spec info(Kmq.Config.t()) :: map
   def info(config) do
     %{
+      delivery: config.delivery,
       format: config.marker_format,
       group: config.group_id,
       marker_topics: config.marker_topics,

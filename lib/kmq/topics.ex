@@ -13,6 +13,9 @@ defmodule Kmq.Topics do
   | marker topic | as the queue topic | `cleanup.policy=delete`, `message.timestamp.type=LogAppendTime`, `min.insync.replicas` and replication as the queue topic, `retention.ms` 1 day or 4 times `:max_processing_time` |
   | dead letter topic | as the queue topic | replication as the queue topic, `max.message.bytes` 64 KiB above it, `retention.ms` as it |
 
+  With `delivery: :offsets` or `:at_most_once` there is no marker topic, and a dead letter topic must be there only where it is needed for
+  certain (see `:create_topics`); a queue topic may be compacted then.
+
   Checked are: that all exist; partitions (at least as many as the queue topic's); that the marker topic stamps its records on
   arrival; that neither it nor (without `:redeliver_to`) the queue topic is compacted. Retention and replication of an existing
   marker topic are warned about. What the cluster's access control hides is skipped, with a line in the log. No topic is ever
@@ -221,6 +224,9 @@ defmodule Kmq.Topics do
     )
   end
 
+  # What is not copied cannot become the newest of its key.
+  defp queue_settings(%{config: %{delivery: delivery}}, _topic) when delivery != :markers, do: :ok
+
   defp queue_settings(run, topic) do
     target = run.config.redeliver_topics[topic]
 
@@ -244,6 +250,8 @@ defmodule Kmq.Topics do
   end
 
   # A copy goes to the same partition number.
+  defp targets(%{config: %{delivery: delivery}}, _queues) when delivery != :markers, do: :ok
+
   defp targets(run, queues) do
     sizes = Map.new(queues)
 
@@ -262,6 +270,7 @@ defmodule Kmq.Topics do
   defp companions(run, queues) do
     markers =
       for {topic, found} <- queues,
+          run.config.delivery == :markers,
           do: {:marker_topic, run.config.marker_topics[topic], topic, found}
 
     dead_letters =
@@ -272,11 +281,29 @@ defmodule Kmq.Topics do
         {:dead_letter_topic, name, topic, found}
       end)
 
-    with {:ok, results} <- collect(markers ++ dead_letters, &companion(run, &1)) do
+    with {:ok, results} <- collect(markers ++ wanted(run, dead_letters), &companion(run, &1)) do
       case for({:missing, kind, command} <- results, do: {kind, command}) do
         [] -> :ok
         missing -> {:error, missing_companions(missing)}
       end
+    end
+  end
+
+  # One that may never be needed is made where topics are made, and else only looked for, to say that it is not there.
+  defp wanted(%{config: %{dead_letters: :optional, create_topics: false}} = run, dead_letters) do
+    if run.kind == :kafka, do: Enum.each(dead_letters, &mention(run, &1))
+    []
+  end
+
+  defp wanted(_run, dead_letters), do: dead_letters
+
+  defp mention(run, {_kind, name, topic, _found} = wanted) do
+    with {:ok, {0, _}} <- ask_partitions(run.admin, name, run.deadline),
+         {:ok, {:missing, _, command}} <- missing(run, wanted) do
+      Logger.info(
+        "kmq: #{inspect(topic)} has no dead letter topic; a message that is rejected would wait for it. It is made with:\n" <>
+          command
+      )
     end
   end
 

@@ -12,7 +12,12 @@ defmodule Kmq.MessageTest do
       {2, "r", 9, [{0, 102, "k", "v", [], 1, 1, nil}]}
     ]
 
-    assert [a, b, c] = Message.from_batches(batches, @handle, {:list, [1], 0.0})
+    assert [a, b, c] =
+             Message.from_batches(batches, @handle, %{
+               backoff: {:list, [1], 0.0},
+               delivery: :markers
+             })
+
     assert {a.topic, a.partition, a.offset, a.key, a.value, a.slot} == {"q", 0, 5, nil, "", 1}
     assert {b.key, b.value, b.headers, b.attempt, b.deliveries} == {"", nil, [{"h", nil}], 2, 3}
     assert {c.topic, c.partition, c.offset, c.slot} == {"r", 9, 0, 2}

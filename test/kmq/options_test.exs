@@ -18,8 +18,8 @@ defmodule Kmq.OptionsTest do
 
   # option, default, a good value and its normal form, a bad value and the exact message
   @table [
-    {:delivery, :markers, :markers, :markers, :offsets,
-     "invalid value for :delivery option: :offsets is not there yet; this version has :markers"},
+    {:delivery, :markers, :offsets, :offsets, :exactly_once,
+     "invalid value for :delivery option: expected one of :markers, :offsets, :at_most_once, got: :exactly_once"},
     {:marker_format, :range, :kmq, :kmq, :jason,
      "invalid value for :marker_format option: expected one of :range, :kmq, got: :jason"},
     {:ordering, :none, :key, :key, :message,
@@ -70,7 +70,7 @@ defmodule Kmq.OptionsTest do
      "invalid value for :trim_markers option: expected true or false, got: 1"},
     {:on_success, :ack, :noop, :noop, :commit,
      "invalid value for :on_success option: expected :ack, :retry, {:retry, delay_ms | backoff}, :release, {:snooze, delay_ms}, :reject, :discard, :noop or :manual, got: :commit"},
-    {:on_failure, :retry, {:retry, [5]}, {:retry, {:list, [5], 0.0}}, {:snooze, -1},
+    {:on_failure, :absent, {:retry, [5]}, {:retry, {:list, [5], 0.0}}, {:snooze, -1},
      "invalid value for :on_failure option: expected a delay of 0 to 2592000000 ms (30 days), got: -1"},
     {:gauge_interval, 5_000, 0, 0, -1,
      "invalid value for :gauge_interval option: expected a non-negative integer, got: -1"},

@@ -195,6 +195,20 @@ defmodule Kmq.Options.Types do
      "expected :ack, :retry, {:retry, delay_ms | backoff}, :release, {:snooze, delay_ms}, :reject, :discard, :noop or :manual, got: #{inspect(value)}"}
   end
 
+  @doc "Whether a delivery has that disposition; `:ok` or what is wrong with it."
+  @spec supported(term, atom, atom) :: :ok | {:error, String.t()}
+  def supported(_disposition, _option, :markers), do: :ok
+
+  def supported(disposition, _option, _delivery)
+      when disposition in [nil, :ack, :reject, :discard],
+      do: :ok
+
+  def supported(disposition, option, delivery) do
+    {:error,
+     "invalid value for #{inspect(option)} option: #{inspect(disposition)} needs delivery: :markers; with delivery: #{inspect(delivery)} " <>
+       "nothing is delivered again, so it is one of :ack, :reject, :discard"}
+  end
+
   # ---- topics
 
   @spec topics(term) :: result

@@ -3,8 +3,9 @@ defmodule OffBroadway.Kmq.Acknowledger do
   # Broadway's acknowledger (its callbacks; no behaviour is named, Broadway may not be there).
   #
   #   ack_ref   {nif_ref, handle_pid, policy}, one for each handle: Broadway groups by it, so an ack call holds all it can
-  #   ack_data  {slot, offset, attempt}, or {slot, offset, attempt, on_success, on_failure} once configured (nil = the policy's)
-  #             where an order is kept, attempt is a Kmq.Lanes.mark(): acknowledged, it has left its processor
+  #   ack_data  {slot, offset, attempt}, or {slot, offset, attempt, on_success, on_failure} once configured (nil = the policy's).
+  #             Without markers the original, {topic, partition, record}, stands in the place of the attempt: a dead letter is written from it.
+  #             Where an order is kept, it is a Kmq.Lanes.mark() with that in its place: acknowledged, it has left its processor
   #
   # One pass sorts the messages by what becomes of them, then one call into the ledger for each action (and error text).
   # It runs in the processor or batcher that called it, with no hop through the producer.
@@ -15,25 +16,37 @@ defmodule OffBroadway.Kmq.Acknowledger do
   require Logger
 
   alias Kmq.{Handle, Lanes, Reject, Telemetry}
+  alias Kmq.Options.Types
 
   @typedoc "What becomes of messages: on success, on failure, and the backoff of a plain `:retry`."
   @type policy :: {on_success :: term, on_failure :: term, Kmq.Backoff.normal()}
-  @type ack_ref :: {reference, pid, policy | :default}
+  @typedoc "The same of a delivery without markers, which has no retry."
+  @type plain_policy :: {:offsets | :at_most_once, on_success :: term, on_failure :: term, nil}
+  @type ack_ref :: {reference, pid, policy | plain_policy | :default}
 
   @default {:ack, :retry, {:exponential, 1_000, 300_000, 2.0, 0.2}}
 
   @doc "The ack_ref of a handle. It is copied with every message, so the usual policy is an atom."
   @spec ack_ref(Handle.t(), Kmq.Config.t()) :: ack_ref
+  def ack_ref(handle, %{delivery: delivery} = config) when delivery != :markers,
+    do: {handle.ref, handle.pid, {delivery, config.on_success, config.on_failure, nil}}
+
   def ack_ref(handle, config) do
     policy = {config.on_success, config.on_failure, config.backoff}
     {handle.ref, handle.pid, if(policy == @default, do: :default, else: policy)}
   end
 
+  @doc "What stands in the place of a message's attempt: see above."
+  @spec carried(tuple, String.t(), non_neg_integer, ack_ref) ::
+          pos_integer | Kmq.LetterWriter.original()
+  def carried(record, topic, partition, {_ref, _pid, {_delivery, _, _, _}}),
+    do: {topic, partition, record}
+
+  def carried(record, _topic, _partition, _ack_ref), do: elem(record, 5)
+
   @spec ack(ack_ref, [map], [map]) :: :ok
   def ack({ref, pid, policy}, successful, failed) do
-    {on_success, _on_failure, _backoff} =
-      policy = if policy == :default, do: @default, else: policy
-
+    {delivery, {on_success, _on_failure, _backoff} = policy} = policy(policy)
     handle = %Handle{pid: pid, ref: ref}
     left(successful)
     left(failed)
@@ -42,20 +55,29 @@ defmodule OffBroadway.Kmq.Acknowledger do
     acked != [] && settle(handle, :ack, acked)
 
     (rest ++ Enum.map(failed, &failed(&1, policy)))
+    |> possible(delivery, policy, handle)
     |> Enum.reduce(%{}, &plan(&1, &2, policy))
     |> Enum.each(fn {action, entries} -> settle(handle, action, entries) end)
   end
 
   # All of one handle's messages have marks, or none.
-  defp left([%{acknowledger: {_, _, data}} | _] = messages) when is_tuple(elem(data, 2)) do
+  defp left([%{acknowledger: {_, _, data}} | _] = messages) when tuple_size(elem(data, 2)) == 4 do
     Enum.each(messages, fn %{acknowledger: {_, _, data}} -> Lanes.left(elem(data, 2)) end)
   end
 
   defp left(_messages), do: :ok
 
+  defp policy(:default), do: {:markers, @default}
+
+  defp policy({delivery, on_success, on_failure, backoff}),
+    do: {delivery, {on_success, on_failure, backoff}}
+
+  defp policy(policy), do: {:markers, policy}
+
   @spec configure(ack_ref, tuple, keyword) :: {:ok, tuple}
-  def configure(_ack_ref, ack_data, options) do
+  def configure(ack_ref, ack_data, options) do
     options = Kmq.Options.validate!(options, :configure_ack)
+    configurable!(ack_ref, options)
 
     {slot, offset, attempt, on_success, on_failure} =
       case ack_data do
@@ -67,6 +89,14 @@ defmodule OffBroadway.Kmq.Acknowledger do
      {slot, offset, attempt, options[:on_success] || on_success,
       options[:on_failure] || on_failure}}
   end
+
+  defp configurable!({_ref, _pid, {delivery, _, _, _}}, options) do
+    for {name, value} <- options,
+        {:error, message} <- [Types.supported(value, name, delivery)],
+        do: raise(ArgumentError, message)
+  end
+
+  defp configurable!(_ack_ref, _options), do: :ok
 
   # The hot path: plain success of the usual policy is a list of places, everything else a planned message.
   defp succeeded([], _on_success, acked, rest), do: {acked, rest}
@@ -120,7 +150,7 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   # A delay that is none is a reason like any other: the handler meant a retry, the policy knows when.
   defp tagged(plain, disposition, reason) do
-    case Kmq.Options.Types.disposition(disposition) do
+    case Types.disposition(disposition) do
       {:ok, disposition} ->
         {:tagged, disposition, reason}
 
@@ -128,6 +158,38 @@ defmodule OffBroadway.Kmq.Acknowledger do
         Logger.warning("kmq: a message failed with a delay that is none: " <> message)
         {:plain, plain}
     end
+  end
+
+  # What a handler asks for and the delivery does not have is said, and the message gets what the pipeline has for failures.
+  defp possible(planned, :markers, _policy, _handle), do: planned
+
+  defp possible(planned, delivery, {_on_success, on_failure, _backoff}, handle) do
+    {possible, not_possible} =
+      Enum.split_with(planned, fn {_, _, _, disposition, _} ->
+        Types.supported(disposition, :on_failure, delivery) == :ok
+      end)
+
+    not_possible
+    |> Enum.group_by(fn {_, _, _, disposition, _} -> name(disposition) end)
+    |> Enum.each(fn {action, list} ->
+      say_unsupported(action, list, delivery, on_failure, handle)
+    end)
+
+    possible ++ Enum.map(not_possible, &put_elem(&1, 3, on_failure))
+  end
+
+  defp name({action, _delay}), do: action
+  defp name(action), do: action
+
+  defp say_unsupported(action, list, delivery, on_failure, handle) do
+    shown = for {slot, offset, _, _, _} <- Enum.take(list, 10), do: {slot, offset}
+    metadata = %{handle: handle.pid, action: action, reason: :unsupported, offsets: shown}
+    Telemetry.execute([:kmq, :ack, :error], %{count: length(list)}, metadata)
+
+    Logger.warning(
+      "kmq: #{length(list)} messages failed with #{inspect(action)}, which needs delivery: :markers; with #{inspect(delivery)} they get " <>
+        "on_failure, #{inspect(on_failure)}. First of them, {slot, offset}: #{inspect(shown)}"
+    )
   end
 
   defp plan({slot, offset, attempt, disposition, reason}, plan, {_, _, backoff}) do
@@ -138,19 +200,24 @@ defmodule OffBroadway.Kmq.Acknowledger do
       :discard -> add(plan, :discard, {slot, offset})
       :release -> add(plan, {:released, nil}, {slot, offset, 0})
       {:snooze, delay} -> add(plan, {:snoozed, nil}, {slot, offset, delay})
-      :reject -> add(plan, {:rejected, text(reason)}, {slot, offset, 0})
+      :reject -> add(plan, {:rejected, text(reason)}, {slot, offset, unmarked(attempt)})
       :retry -> retry(plan, slot, offset, attempt, backoff, backoff, reason)
       {:retry, delay} -> retry(plan, slot, offset, attempt, delay, backoff, reason)
     end
   end
 
+  defp unmarked({carried, _, _, _}), do: carried
+  defp unmarked(carried), do: carried
+
   defp retry(plan, slot, offset, attempt, delay, backoff, reason) do
-    add(plan, {:failed, text(reason)}, {slot, offset, wait(delay, backoff, attempt, reason)})
+    add(
+      plan,
+      {:failed, text(reason)},
+      {slot, offset, wait(delay, backoff, unmarked(attempt), reason)}
+    )
   end
 
   # A user's function may fail; the message must not hang in work for that.
-  defp wait(delay, backoff, {attempt, _, _, _}, reason), do: wait(delay, backoff, attempt, reason)
-
   defp wait(delay, backoff, attempt, reason) do
     Kmq.wait(delay, attempt, reason)
   rescue
@@ -164,7 +231,7 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   defp add(plan, action, entry), do: Map.update(plan, action, [entry], &[entry | &1])
 
-  @actions %{failed: :retry, released: :release, snoozed: :snooze, rejected: :reject}
+  @actions %{failed: :retry, released: :release, snoozed: :snooze}
 
   defp settle(handle, action, entries) when action in [:ack, :discard] do
     report(Handle.settle(handle, action, entries), handle, action, entries)
@@ -172,6 +239,10 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   defp settle(handle, :manual, entries) do
     report(Handle.leave(handle, entries), handle, :manual, entries)
+  end
+
+  defp settle(handle, {:rejected, text}, entries) do
+    report(Handle.reject(handle, entries, text), handle, :reject, entries)
   end
 
   defp settle(handle, {cause, text}, entries) do
@@ -212,6 +283,7 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   defp meaning(:late), do: "they were in work for too long, and come again"
   defp meaning(:unknown), do: "they are not in work (settled before?)"
+  defp meaning(:unsupported), do: "this delivery has no such action"
   defp meaning(:closed), do: "the consumer is closed, they come again"
   defp meaning(reason), do: to_string(reason)
 

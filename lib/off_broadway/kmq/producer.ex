@@ -481,7 +481,7 @@ defmodule OffBroadway.Kmq.Producer do
 
   defp records([record | rest], {slot, topic, partition, state, batch_key} = of, mark, tail) do
     {offset, ts, key, value, headers, attempt, deliveries, origin} = record
-    {marked, mark} = mark(attempt, mark)
+    {marked, mark} = record |> Acknowledger.carried(topic, partition, state.ack_ref) |> mark(mark)
 
     message = %{
       state.template
