@@ -292,7 +292,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         size_t got = 0, before = p->store.bytes;
         int64_t position = p->position;
         while (p->hot && !p->broken && !p->lame && !p->full && !p->paused && !p->blocked && got < QUANTUM &&
-               (int64_t)got < room && (int64_t)bytes < e->config.store_bytes) {
+               (int64_t)got < room && (int64_t)(bytes + p->store.bytes - before) < e->config.store_bytes) {
             size_t left = (size_t)(room - (int64_t)got);
             got += fetch_some(e, p, left < QUANTUM - got ? left : QUANTUM - got, now);
             if (slice_over(start)) break;

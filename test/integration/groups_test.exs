@@ -65,4 +65,223 @@ defmodule Kmq.Integration.GroupsTest do
                "a session timeout of 3600000 ms (:session_timeout_seconds of :group_config) is outside of what the broker allows"
     end
   end
+
+  describe "a member" do
+    # Time in which nothing is done is what is tested: so many times max.poll.interval.ms.
+    @poll_ms 3_000
+    @times if System.get_env("KMQ_LONG") == "1", do: 10, else: 4
+
+    defp pipeline(options, concurrency, handler) do
+      {:ok, host} =
+        Kmq.StageHost.start_link(
+          name: {__MODULE__, make_ref()},
+          producer: {OffBroadway.Kmq.Producer, options},
+          concurrency: concurrency,
+          max_demand: 1,
+          handler: handler
+        )
+
+      [stage] = Kmq.StageHost.stages(host)
+      %{inner: %{handle: handle}} = :sys.get_state(stage)
+      {host, handle}
+    end
+
+    defp share(handle),
+      do: Enum.count(Kmq.Handle.info(handle).partitions, &(&1.state == :assigned))
+
+    test "stays one, whatever its work does: all processors busy, or no demand at all", %{
+      cluster: cluster
+    } do
+      topic = queue(cluster, 4)
+      test = self()
+
+      options =
+        options(cluster, topic,
+          kafka_config: [
+            consumer: [
+              "session.timeout.ms": @poll_ms,
+              "max.poll.interval.ms": @poll_ms,
+              "heartbeat.interval.ms": 300
+            ]
+          ],
+          max_processing_time: 300_000
+        )
+
+      handler = fn message ->
+        send(test, {:at_work, self(), message.data, message.metadata.attempt})
+        receive(do: (:go -> message))
+      end
+
+      {host, busy} = pipeline(options, 4, handler)
+      idle = consumer(options)
+      idle_handle = GenServer.call(idle, :handle)
+      eventually(fn -> share(busy) == 2 and share(idle_handle) == 2 end, 20_000)
+
+      publish(cluster, topic, for(i <- 0..39, do: {"#{i}", partition: rem(i, 4)}))
+      held = pull(idle, 5)
+
+      working =
+        for _ <- 1..4 do
+          assert_receive {:at_work, pid, value, 1}, scaled(10_000)
+          {pid, value}
+        end
+
+      epochs = fn -> {Kmq.Handle.info(busy).epoch, Kmq.Handle.info(idle_handle).epoch} end
+      before = epochs.()
+      Process.sleep(@times * @poll_ms)
+
+      # Still members of the same generation, nobody has got what is another one's, acks are good.
+      assert epochs.() == before
+      refute_received {:at_work, _, _, _}
+      assert Kmq.ack(held, sync: true) == :ok
+      for {pid, _} <- working, do: send(pid, :go)
+      rest = pull_rest(idle, 20 - length(held))
+      assert Kmq.ack(rest) == :ok
+      handled = for(_ <- 5..20, do: go()) ++ Enum.map(working, &elem(&1, 1))
+      all = handled ++ Enum.map(held ++ rest, & &1.value)
+      assert Enum.sort(all) == Enum.sort(for i <- 0..39, do: "#{i}")
+      assert epochs.() == before
+      Kmq.StageHost.stop(host)
+    end
+
+    defp pull_rest(consumer, n), do: pull(consumer, n, 20_000)
+
+    defp go do
+      assert_receive {:at_work, pid, value, 1}, scaled(10_000)
+      send(pid, :go)
+      value
+    end
+
+    test "whose handler is stuck for ever loses that message, and nothing else", %{
+      cluster: cluster
+    } do
+      topic = queue(cluster, 2)
+      test = self()
+      options = options(cluster, topic, max_processing_time: 1_500)
+
+      handler = fn message ->
+        attempt = message.metadata.attempt
+        send(test, {:handled, message.data, attempt, self()})
+
+        if message.data == "stuck" and attempt == 1,
+          do: receive(do: (:go -> message)),
+          else: message
+      end
+
+      {host, handle} = pipeline(options, 3, handler)
+
+      publish(cluster, topic, [
+        {"stuck", partition: 0} | for(i <- 1..99, do: {"#{i}", partition: rem(i, 2)})
+      ])
+
+      assert_receive {:handled, "stuck", 1, stuck}, scaled(20_000)
+      epoch = Kmq.Handle.info(handle).epoch
+      assert_receive {:handled, "stuck", 2, _other}, scaled(20_000)
+      for i <- 1..99, value = "#{i}", do: assert_receive({:handled, ^value, 1, _}, scaled(10_000))
+      assert Kmq.Handle.info(handle).epoch == epoch
+      send(stuck, :go)
+      Kmq.StageHost.stop(host)
+      refute_received {:handled, _, _, _}
+    end
+  end
+
+  describe "a full partition" do
+    test "takes nothing from the others: in work, and waiting", %{cluster: cluster} do
+      topic = queue(cluster, 3)
+
+      options =
+        options(cluster, topic, max_in_flight: 100, start_ahead: 300, max_processing_time: 300_000)
+
+      publish(cluster, topic, for(i <- 1..5_000, do: {"#{i}", partition: 0}))
+      consumer = consumer(options)
+      held = pull(consumer, 100)
+      handle = GenServer.call(consumer, :handle)
+
+      # Nothing more of the full one, however often it is asked, and the bounds hold.
+      assert Kmq.Consumer.pull(consumer, max: 1_000, wait: 300) == []
+      assert %{open: 100} = partition(handle, 0)
+
+      publish(cluster, topic, for(i <- 1..10, p <- 1..2, do: {"#{i}", partition: p}))
+      others = pull(consumer, 20)
+      assert Enum.sort(Enum.uniq(Enum.map(others, & &1.partition))) == [1, 2]
+      assert %{open: 100} = partition(handle, 0)
+
+      # An ack makes room for one.
+      assert Kmq.ack(Enum.take(held, 10)) == :ok
+      assert length(pull(consumer, 10)) == 10
+      assert Kmq.Consumer.pull(consumer, max: 1_000, wait: 100) == []
+      assert %{open: 100} = partition(handle, 0)
+    end
+
+    test "lets a nearly empty one have its turns, also where processors are slow", %{
+      cluster: cluster
+    } do
+      topic = queue(cluster, 2)
+      test = self()
+      publish(cluster, topic, for(i <- 1..20_000, do: {"#{i}", partition: 0}))
+      publish(cluster, topic, for(i <- 1..10, do: {"#{i}", partition: 1}))
+
+      handler = fn message ->
+        Process.sleep(1)
+        send(test, {:handled, message.metadata.partition})
+        message
+      end
+
+      {host, _handle} = pipeline(options(cluster, topic), 4, handler)
+      before = until_done(10, 0)
+      IO.puts("\n10 messages beside 20,000: done after #{before} of these")
+      assert before < 5_000
+      Kmq.StageHost.stop(host)
+    end
+
+    defp until_done(0, n), do: n
+
+    defp until_done(left, n) do
+      receive do
+        {:handled, 1} -> until_done(left - 1, n)
+        {:handled, 0} -> until_done(left, n + 1)
+      after
+        scaled(20_000) -> flunk("#{left} of 10 are not handled, #{n} others are")
+      end
+    end
+
+    test "and what a consumer holds is bounded: by count, by bytes", %{cluster: cluster} do
+      topic = queue(cluster, 4)
+      big = :binary.copy("x", 100_000)
+      publish(cluster, topic, for(i <- 0..1_199, do: {big, partition: rem(i, 4)}))
+
+      consumer = consumer(options(cluster, topic, start_ahead: 50))
+      handle = GenServer.call(consumer, :handle)
+      settled(handle, 50)
+      taken = Kmq.Consumer.pull(consumer, max: 1, wait: 10_000)
+      assert length(taken) == 1
+      settled(handle, 60)
+      Kmq.ack(taken)
+
+      # 32 MiB, and what is popped at once beyond it: up to 256 messages.
+      consumer = consumer(options(cluster, topic, start_ahead: 100_000))
+      handle = GenServer.call(consumer, :handle)
+      buffered = settled(handle, 336 + 256)
+      assert buffered >= 335
+    end
+
+    # So much is fetched ahead and not more.
+    defp settled(handle, most) do
+      buffered = buffered(handle)
+      Process.sleep(500)
+
+      if buffered > 0 and buffered(handle) == buffered do
+        assert buffered <= most
+        buffered
+      else
+        settled(handle, most)
+      end
+    end
+
+    defp buffered(handle),
+      do: Enum.sum(for p <- Kmq.Handle.info(handle).partitions, do: p.buffered)
+
+    defp partition(handle, partition),
+      do: Enum.find(Kmq.Handle.info(handle).partitions, &(&1.partition == partition))
+  end
 end
