@@ -246,9 +246,8 @@ static size_t kmq_headers(const engine *e, uint8_t type, uint8_t cause, uint8_t 
                           const char *text, size_t text_len, kmq_scratch *scratch, kafka_header out[4])
 {
     size_t n = 0;
-    if (type == KMQ_MARKER_END) return 0; /* END carries nothing: a Java peer reads its key alone */
     out[n++] = (kafka_header){"kmq-group", e->config.group_id, strlen(e->config.group_id)};
-    if (type == KMQ_MARKER_START) return n;
+    if (type == KMQ_MARKER_START || type == KMQ_MARKER_END) return n; /* a Java peer reads its key alone */
     if (type == KMQ_MARKER_EXTEND) cause = KMQ_CAUSE_EXTENDED;
     if (type == KMQ_MARKER_PARK) cause = KMQ_CAUSE_PARKED;
     const char *name = kmq_retry_cause_name(cause);

@@ -84,6 +84,11 @@ static void clock_report(tracker *t, clock_record *record, int error, int64_t of
 
 /* ------------------------------------------------------------------ END */
 
+kafka_header tracker_group_header(const tracker_config *config)
+{
+    return (kafka_header){"kmq-group", config->group, strlen(config->group)};
+}
+
 static void end_wait(tracker *t, tracker_end_record *record, int64_t until_ms)
 {
     record->next = NULL;
@@ -99,8 +104,10 @@ static void end_wait(tracker *t, tracker_end_record *record, int64_t until_ms)
 static bool end_send(tracker *t, tracker_end_record *record)
 {
     if (!t->producer) return false;
-    int rc = kafka_producer_send(t->producer, record->queue->markers_out, record->partition, record->key,
-                                 sizeof record->key, record->bytes, record->n, NULL, 0, 0, record, NULL);
+    kafka_header group = tracker_group_header(&t->config);
+    int rc =
+        kafka_producer_send(t->producer, record->queue->markers_out, record->partition, record->key, sizeof record->key,
+                            record->bytes, record->n, &group, t->config.kmq_format, 0, record, NULL);
     if (rc != KAFKA_OK) return false;
     tracker_send_add(t, &record->send, TRACKER_SEND_END);
     return true;

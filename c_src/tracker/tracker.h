@@ -399,6 +399,8 @@ int tracker_fence(const tracker_config *config, tracker_token *token, void *thre
                   size_t n, kafka_error *err);
 
 /* send.c: the producer */
+/* Of every marker in :kmq format, which has no other place for it: groups that share a marker topic are kept apart. */
+kafka_header tracker_group_header(const tracker_config *config);
 bool tracker_producer_open(tracker *t, kafka_error *err);
 void tracker_producer_step(tracker *t); /* reports, events, a fatal producer rebuilt, ENDs sent again */
 void tracker_send_add(tracker *t, tracker_send *send, tracker_send_kind kind);

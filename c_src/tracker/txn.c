@@ -148,8 +148,9 @@ static void end_out(void *ctx, int64_t key_offset, const uint8_t *bytes, size_t 
     uint8_t key[KMQ_MARKER_KEY_BYTES];
     if (sending->rc != KAFKA_OK) return;
     kmq_marker_encode_key(key, job->part->partition, key_offset);
+    kafka_header group = tracker_group_header(job->config);
     sending->rc = kafka_txn_send(job->lane->producer, job->markers, job->part->partition, key, sizeof key, bytes, n,
-                                 NULL, 0, &job->end_reports[job->n_ends++], &job->error);
+                                 &group, job->config->kmq_format, &job->end_reports[job->n_ends++], &job->error);
 }
 
 static int ends_send(txn_job *job)

@@ -162,12 +162,10 @@ defmodule Kmq.Inspect do
         range(type, body, book)
 
       {<<_::32, offset::64>>, <<0>>} ->
-        close([offset], 0, book)
+        if ours?(headers, book), do: close([offset], 0, book), else: book
 
       {<<_::32, offset::64>>, <<1, ms::64, _::binary>>} ->
-        if List.keyfind(headers, "kmq-group", 0, {nil, book.group}) |> elem(1) == book.group,
-          do: single(offset, ms, Map.new(headers), book),
-          else: book
+        if ours?(headers, book), do: single(offset, ms, Map.new(headers), book), else: book
 
       _foreign ->
         book
@@ -176,6 +174,9 @@ defmodule Kmq.Inspect do
     # Not a marker, whatever it looks like.
     MatchError -> book
   end
+
+  defp ours?(headers, book),
+    do: List.keyfind(headers, "kmq-group", 0, {nil, book.group}) |> elem(1) == book.group
 
   defp single(offset, ms, headers, book) do
     case headers["kmq-cause"] do

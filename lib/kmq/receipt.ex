@@ -177,7 +177,9 @@ defmodule Kmq.Receipt do
     end
   end
 
-  defp settled(%{format: :kmq} = receipt, _cause), do: record(receipt, receipt.offset, <<0>>, [])
+  defp settled(%{format: :kmq} = receipt, _cause),
+    do: record(receipt, receipt.offset, <<0>>, [{"kmq-group", receipt.group}])
+
   defp settled(receipt, cause), do: record(receipt, -1, range(receipt, 2, <<cause>>), [])
 
   defp again(%{format: :kmq} = receipt, cause, delay, text) do

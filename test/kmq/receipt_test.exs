@@ -101,7 +101,9 @@ defmodule Kmq.ReceiptTest do
     kmq = %{receipt | format: :kmq}
     key = <<7::32, 1_000::64>>
 
-    assert {_, <<0>>, key: ^key, partition: 7, headers: []} = Receipt.marker(kmq, :ack)
+    assert {_, <<0>>, key: ^key, partition: 7, headers: [{"kmq-group", "workers"}]} =
+             Receipt.marker(kmq, :ack)
+
     assert {_, <<1, 300::64>>, options} = Receipt.marker(kmq, {:snooze, 300})
 
     assert options[:headers] == [

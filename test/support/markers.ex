@@ -12,6 +12,14 @@ defmodule Kmq.Test.Markers do
   def done(partition, offset),
     do: {<<0>>, key: <<partition::32, offset::64>>, partition: partition}
 
+  @doc "A START of one range; `scope` is `{queue topic, group}`."
+  def start_range(scope, partition, first, count, lease_ms),
+    do: range(scope, partition, 1, set(first, count) <> uvar(lease_ms))
+
+  @doc "An END of one range: acknowledged."
+  def done_range(scope, partition, first, count),
+    do: range(scope, partition, 2, set(first, count) <> <<0>>)
+
   @doc "A PARK of one range, due at an epoch time; `scope` is `{queue topic, group}`."
   def park(scope, partition, first, count, due_ms),
     do: range(scope, partition, 5, set(first, count) <> uvar(due_ms))
