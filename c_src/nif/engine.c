@@ -7,7 +7,7 @@
 #include "term.h"
 #include "../kafka/failpoint.h"
 
-enum { CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200, REFUSED_PAUSE_MS = 5000 };
+enum { WORKS_MS = 1000, CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200, REFUSED_PAUSE_MS = 5000 };
 
 /* Positive, unlike the VM's own: 0 can mean "never". */
 static int64_t base_ms;
@@ -373,6 +373,9 @@ static int64_t earliest(engine *e, int64_t now)
     else
         SOONER(modes_due(e, now));
     SOONER(isolate_due(e, now));
+    for (size_t i = 0; i < e->n_topics; i++)
+        if (e->topics[i]->told_error && e->topics[i]->written && now - e->topics[i]->failed_at < WORKS_MS)
+            SOONER(e->topics[i]->failed_at + WORKS_MS);
     if (e->revoking || e->state == ENGINE_CLOSING || e->flush_seq) SOONER(now + BUSY_MS);
     for (int32_t i = e->first_slot; i < e->n_slots; i++) {
         part *p = e->slots[i];
@@ -384,6 +387,24 @@ static int64_t earliest(engine *e, int64_t now)
     }
 #undef SOONER
     return next > now ? next - now : 0;
+}
+
+/* One event when a topic's markers cannot be written any more, one when they have been written again for a while. */
+static void note_markers(engine *e, engine_topic *t, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    const part *failing = NULL;
+    char text[320];
+    for (int32_t i = e->first_slot; i < e->n_slots && !failing; i++)
+        if (e->slots[i] && e->slots[i]->topic == t && e->slots[i]->marker_error) failing = e->slots[i];
+    if (failing && !t->told_error) {
+        t->told_error = failing->marker_error;
+        snprintf(text, sizeof text, "%s-%d: %s", t->marker_name, (int)failing->partition,
+                 kafka_error_name(failing->marker_error));
+        add(env, events, atoms.start_failed, term_text(env, text));
+    } else if (!failing && t->told_error && t->written && now - t->failed_at >= WORKS_MS) {
+        t->told_error = 0;
+        add(env, events, atoms.start_works, term_text(env, t->marker_name));
+    }
 }
 
 static void note_broken(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
@@ -399,9 +420,13 @@ static void note_broken(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t
         add(env, events, atoms.reopen, term_kafka_error(env, &e->consumer_error));
         e->reopen_asked = now;
     }
-    if (e->start_note.text[0]) add(env, events, atoms.start_failed, term_text(env, e->start_note.text));
+    if (e->read_error.code) {
+        add(env, events, atoms.error, term_kafka_error(env, &e->read_error));
+        e->read_error.code = 0;
+    }
     if (e->end_note.text[0]) add(env, events, atoms.end_failed, term_text(env, e->end_note.text));
-    e->start_note.text[0] = e->end_note.text[0] = 0;
+    e->end_note.text[0] = 0;
+    for (size_t i = 0; i < e->n_topics; i++) note_markers(e, e->topics[i], env, events, now);
 }
 
 int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_ms)

@@ -64,6 +64,10 @@ typedef struct engine_topic {
     kafka_topic *marker; /* of the present producer */
     kmq_marker_scope scope;
     bool subscribed; /* false: not read any more; what is open of it still gets its markers */
+    /* whether its markers are written: told when it changes, not each time */
+    int told_error; /* 0: all is well, or nobody was told */
+    bool written;   /* the last report of any partition was good */
+    int64_t failed_at;
 } engine_topic;
 
 /* A RETRY or EXTEND that somebody asked for and that is not written yet. */
@@ -100,6 +104,7 @@ struct part {
     bool paused;        /* asked for: neither fetched nor handed out */
     int32_t lane;       /* the processor that keeps its order, or LANE_UNKNOWN */
     bool blocked;       /* its next message waits for room in its lane */
+    int marker_error;   /* of the last report of a marker of it; 0: written */
     bool lame;          /* no memory on the way: begins again at the first offset not handed out */
     int64_t position;   /* next offset expected from the queue */
     store store;
@@ -195,7 +200,8 @@ struct engine {
     bool producer_broken, consumer_broken; /* fatal: to be replaced */
     kafka_error consumer_error;
     int64_t reopen_asked, commit_refused_until;
-    engine_note start_note, end_note;
+    engine_note end_note;
+    kafka_error read_error; /* of a partition, to be told; code 0: none */
 
     isolate_member isolate;
 

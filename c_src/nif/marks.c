@@ -182,23 +182,29 @@ static mark *new_mark(part *p, uint8_t type, const kmq_range *ranges, size_t n, 
     return m;
 }
 
-/* Said once in a while: START is what everything waits for, and an acknowledgement is a promise. */
+/* What a flush waits for, an acknowledgement being a promise: said once in a while. START is told when it changes (note_start). */
 static void note_error(engine *e, const mark *m, const char *why, int64_t now)
 {
     const part *p = m->part;
-    engine_note *note = m->type == KMQ_MARKER_START        ? &e->start_note
-                        : marks_awaited(m->type, m->cause) ? &e->end_note
-                                                           : NULL;
-    if (!note || note->text[0] || (note->at && now - note->at < 5000)) return;
-    if (m->type == KMQ_MARKER_START)
-        snprintf(note->text, sizeof note->text, "%s-%d: %s", p->topic->marker_name, (int)p->partition,
-                 why ? why : "failed");
-    else
-        snprintf(note->text, sizeof note->text, "%s-%d, %lld messages from offset %lld on: %s", p->topic->marker_name,
-                 (int)p->partition, (long long)count_offsets(m->ranges, m->n_ranges), (long long)m->ranges[0].lo,
-                 why ? why : "failed");
+    engine_note *note = &e->end_note;
+    if (m->type == KMQ_MARKER_START || !marks_awaited(m->type, m->cause)) return;
+    if (note->text[0] || (note->at && now - note->at < 5000)) return;
+    snprintf(note->text, sizeof note->text, "%s-%d, %lld messages from offset %lld on: %s", p->topic->marker_name,
+             (int)p->partition, (long long)count_offsets(m->ranges, m->n_ranges), (long long)m->ranges[0].lo,
+             why ? why : "failed");
     note->at = now;
     engine_notify_owner(e, 0);
+}
+
+/* START is what everything waits for; engine_poll tells it when it changes. */
+static void note_start(engine *e, const mark *m, bool failed, int code, int64_t now)
+{
+    part *p = m->part;
+    if (m->type != KMQ_MARKER_START) return;
+    p->marker_error = !failed ? 0 : code ? code : -1;
+    p->topic->written = !failed;
+    if (failed) p->topic->failed_at = now;
+    if (failed && !p->topic->told_error) engine_notify_owner(e, 0);
 }
 
 /* ------------------------------------------------------------------ writing */
@@ -210,7 +216,10 @@ static bool send_marker(engine *e, mark *m, const uint8_t key[KMQ_MARKER_KEY_BYT
     kafka_error err = {0};
     int rc = kafka_producer_send(e->producer, p->topic->marker, p->partition, key, KMQ_MARKER_KEY_BYTES, value,
                                  value_len, headers, n_headers, 0, m, &err);
-    if (rc && rc != KAFKA_EFULL) note_error(e, m, err.name, engine_now());
+    if (rc && rc != KAFKA_EFULL) {
+        note_error(e, m, err.name, engine_now());
+        note_start(e, m, true, err.code, engine_now());
+    }
     return rc == KAFKA_OK;
 }
 
@@ -519,6 +528,7 @@ void marks_reports(engine *e, int64_t now)
             mark *m = reports[i].opaque;
             bool failed = reports[i].error != 0;
             if (m->type == KMQ_MARKER_START && KMQ_FAILPOINT("start_report")) failed = true;
+            note_start(e, m, failed, reports[i].error, now);
             if (failed) {
                 note_error(e, m, reports[i].error_name, now);
                 m->failed = true;
@@ -535,6 +545,7 @@ void marks_fail_all(engine *e, int64_t now)
 {
     while (e->oldest) {
         e->oldest->failed = true;
+        if (!e->oldest->part->marker_error) note_start(e, e->oldest, true, 0, now);
         finish(e, e->oldest, now);
     }
 }

@@ -122,7 +122,14 @@ static void note_error(engine *e, part *p, const kafka_record *record)
         if (kmq_ledger_skip(&p->ledger, record->offset - 1) == KMQ_OK) p->position = record->offset;
         enif_mutex_unlock(p->lock);
     }
-    /* others (a leader moving, EOF) are librdkafka's to retry; the control queue reports what matters */
+    /* a right that is missing is said by the partition alone; others (a leader moving, EOF) are librdkafka's to retry, and the control queue
+     * reports what matters */
+    if (record->error != KAFKA_RECORD_OUT_OF_RANGE && record->error != KAFKA_RECORD_EOF && !e->read_error.code &&
+        !kafka_error_retriable(record->error)) {
+        kafka_error_set(&e->read_error, record->error, "%s-%d: %s", p->topic->name, (int)p->partition,
+                        record->error_text ? record->error_text : kafka_error_text(record->error));
+        engine_notify_owner(e, 0);
+    }
 }
 
 /* The ledger first, then the store: when there is no memory for a message, its offset waits in the ledger without one, nothing

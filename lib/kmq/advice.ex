@@ -2,7 +2,7 @@ defmodule Kmq.Advice do
   @moduledoc false
   # What a broker's refusal means in the words of the options, and what to do.
 
-  alias Kmq.{Config, Error}
+  alias Kmq.{Config, Error, Security}
 
   @doc "The error with a message that says what to do, or nil when there is none for it."
   @spec explain(Error.t(), Config.t()) :: Error.t() | nil
@@ -26,7 +26,39 @@ defmodule Kmq.Advice do
     "the group #{inspect(config.group_id)} is full (the broker's group.max.size): this member waits until another one leaves"
   end
 
+  defp text("GROUP_AUTHORIZATION_FAILED", config) do
+    "no right to be a member of #{inspect(config.group_id)}: #{user(config)} needs READ on that group; it joins as soon as it may"
+  end
+
+  defp text("TOPIC_AUTHORIZATION_FAILED", config) do
+    "no right to read #{Enum.map_join(config.topics, ", ", &inspect/1)}: #{user(config)} needs READ on the topic; reading goes on as soon as " <>
+      "it may (within half a minute)"
+  end
+
+  defp text("_AUTHENTICATION", config) do
+    "the brokers do not let #{user(config)} in: look at :sasl of :client_config; it is tried again" <>
+      Security.known_trouble(
+        "#{List.keyfind(config.consumer_props, "sasl.mechanism", 0, {"", ""}) |> elem(1)}"
+      )
+  end
+
   defp text(_other, _config), do: nil
+
+  @doc "What to do when markers are not written because of rights, to be added to the error; or nothing."
+  @spec markers(String.t()) :: String.t()
+  def markers(what) do
+    if what =~ "AUTHORIZATION_FAILED",
+      do: ". Grant WRITE on the marker topic: it goes on by itself",
+      else: ""
+  end
+
+  # Who it is for the broker; a certificate's or token's name is not known here.
+  defp user(config) do
+    case List.keyfind(config.consumer_props, "sasl.username", 0) do
+      {_, user} when is_binary(user) -> "User:#{user}"
+      _ -> "its principal"
+    end
+  end
 
   defp assignors(config), do: Enum.map_join(config.assignor, " or ", &inspect/1)
 end

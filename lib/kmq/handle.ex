@@ -681,13 +681,16 @@ defmodule Kmq.Handle do
   defp event({:rebuild, error}, state) do
     error = Error.from_native(error, "the marker producer")
 
-    Logger.error(
-      "kmq: #{name(state)}: #{error.message}; it is replaced, nothing is handed out meanwhile"
-    )
-
-    telemetry([:error], %{count: 1}, state, %{error: error})
     _ = :kmq_nif.consumer_rebuild(state.ref)
-    state
+
+    # One without rights is replaced each second, for as long as it has none.
+    note(state, {:rebuild, error.name}, fn ->
+      Logger.error(
+        "kmq: #{name(state)}: #{error.message}; it is replaced, nothing is handed out meanwhile"
+      )
+
+      telemetry([:error], %{count: 1}, state, %{error: error})
+    end)
   end
 
   # The client alone is beyond use: what is in work stays in work, and this handle joins its group again with a new one.
@@ -716,18 +719,25 @@ defmodule Kmq.Handle do
     end
   end
 
+  # Told when it begins and when it is over, not each time.
   defp event({:start_failed, what}, state) do
-    note(state, {:start_failed, what}, fn ->
-      error =
-        Error.new(
-          :kafka,
-          "markers are not written to #{what}: nothing is handed out, they are written again",
-          retriable?: true
-        )
+    error =
+      Error.new(
+        :kafka,
+        "markers are not written to #{what}: nothing is handed out, they are written again" <>
+          Advice.markers(what),
+        retriable?: true
+      )
 
-      Logger.error("kmq: #{name(state)}: #{error.message}")
-      telemetry([:error], %{count: 1}, state, %{error: error})
-    end)
+    Logger.error("kmq: #{name(state)}: #{error.message}")
+    telemetry([:error], %{count: 1}, state, %{error: error})
+    state
+  end
+
+  defp event({:start_works, topic}, state) do
+    Logger.info("kmq: #{name(state)}: markers are written to #{topic} again")
+    telemetry([:recovered], %{count: 1}, state, %{topic: topic, what: :markers})
+    state
   end
 
   defp event({:end_failed, what}, state) do
@@ -747,6 +757,7 @@ defmodule Kmq.Handle do
   defp event({:commit_failed, error}, state) do
     note(state, {:commit_failed, elem(error, 0)}, fn ->
       error = Error.from_native(error, "commit")
+      error = Advice.explain(error, state.config) || error
       Logger.warning("kmq: #{name(state)}: #{error.message}")
       telemetry([:error], %{count: 1}, state, %{error: error})
     end)
@@ -830,16 +841,13 @@ defmodule Kmq.Handle do
   defp log_level(level) when level <= 2, do: :error
   defp log_level(_level), do: :debug
 
-  # The same thing is said once in ten seconds.
+  # A trouble is said when it begins; it is over, and would be said again, when it did not come for @quiet_ms.
+  @quiet_ms 30_000
+
   defp note(state, what, fun) do
     now = System.monotonic_time(:millisecond)
-
-    if now - Map.get(state.noted, what, now - 20_000) > 10_000 do
-      fun.()
-      %{state | noted: Map.put(state.noted, what, now)}
-    else
-      state
-    end
+    if now - Map.get(state.noted, what, now - 2 * @quiet_ms) > @quiet_ms, do: fun.()
+    %{state | noted: Map.put(state.noted, what, now)}
   end
 
   # ---- order

@@ -219,7 +219,7 @@ defmodule Kmq.Token do
        worker: nil,
        timer: nil,
        waiting: [],
-       pause_ms: @pause_min_ms,
+       pause_ms: pause_ms(),
        failure: nil
      }, @idle_ms}
   end
@@ -335,7 +335,7 @@ defmodule Kmq.Token do
             fresh_until: now + trunc((expires - now) * @fresh),
             waiting: [],
             failure: nil,
-            pause_ms: @pause_min_ms
+            pause_ms: pause_ms()
         }
 
       {:error, text} ->
@@ -356,6 +356,7 @@ defmodule Kmq.Token do
     %{state | failure: text, timer: timer, pause_ms: pause_ms}
   end
 
+  defp pause_ms, do: Application.get_env(:kmq, :token_pause_ms, @pause_min_ms)
   defp limit_ms, do: Application.get_env(:kmq, :token_limit_ms, @limit_ms)
   defp now, do: System.os_time(:millisecond)
 end

@@ -564,7 +564,20 @@ defmodule Kmq.Topics do
     )
   end
 
-  defp native({:error, error}, context), do: {:error, Error.from_native(error, context)}
+  defp native({:error, error}, context) do
+    error = Error.from_native(error, context)
+
+    if error.reason in [
+         :topic_authorization_failed,
+         :cluster_authorization_failed,
+         :group_authorization_failed
+       ],
+       do:
+         {:error,
+          %{error | message: error.message <> ". Who needs which right is in guides/security.md"}},
+       else: {:error, error}
+  end
+
   defp native(result, _context), do: result
 
   defp with_admin(props, bootstrap, timeout_ms \\ @timeout_ms, fun) do

@@ -688,16 +688,13 @@ defmodule Kmq.Tracker do
   defp where(%{partition: -1} = info, state), do: name(state) <> ", " <> info.topic
   defp where(info, state), do: name(state) <> ", " <> info.topic <> "/#{info.partition}"
 
-  # The same error is said once in ten seconds, as the consumer's; telemetry has each.
+  # As the consumer's: said when it begins, and again when it had not come for half a minute. Telemetry has each.
+  @quiet_ms 30_000
+
   defp fresh?(name) do
     now = System.monotonic_time(:millisecond)
-
-    if now - Process.get({:said, name}, now - 20_000) > 10_000 do
-      Process.put({:said, name}, now)
-      true
-    else
-      false
-    end
+    last = Process.put({:said, name}, now)
+    last == nil or now - last > @quiet_ms
   end
 
   # What matters comes as an event of its own; librdkafka is talkative about passing troubles.

@@ -15,7 +15,7 @@ defmodule Kmq.Test.SecuredKafka do
 
   alias Kmq.Test.Kafka
 
-  @users ~w(root app other)
+  @users ~w(root app tracker sender)
   @key_password "key-Passw0rd-7"
 
   @doc "`:ok`, or `{:missing, why}`."
