@@ -55,11 +55,12 @@ defmodule Kmq.Integration.BytesTest do
       assert <<0, _::binary>> = clock.value
     end
 
-    # Headers are free for us: the group, on STARTs alone.
+    # Headers are free for us: the group.
     for %{value: <<1, _::binary>>} = start <- markers,
         do: assert(start.headers == [{"kmq-group", options[:group_id]}])
 
-    for %{value: <<0>>} = done <- markers, do: assert(done.headers == [])
+    for %{value: <<0>>} = done <- markers,
+        do: assert(done.headers == [{"kmq-group", options[:group_id]}])
 
     kcat(
       cluster,
