@@ -86,7 +86,7 @@ static int64_t to_commit(const part *p)
 {
     int64_t offset = modes_floor(p);
     if (offset < p->gate_offset) offset = p->gate_offset;
-    if (offset < p->sent && !p->back) offset = p->sent; /* a commit never goes back */
+    if (offset < p->sent && !p->back) offset = p->sent; /* a commit never goes back, but for this */
     return offset;
 }
 
@@ -136,7 +136,7 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
                 kafka_error_set(&err, kp->error, "%s-%d at %lld", kp->topic, (int)kp->partition, (long long)kp->offset);
             failed = true;
         } else if (p && !event->error.code && kp->offset >= 0 && kp->offset == p->sent) { /* and not of a slot before */
-            if (p->committed < kp->offset) p->committed = kp->offset;
+            if (p->committed < kp->offset || p->back) p->committed = kp->offset;
             if (p->gated && p->gate_offset >= 0 && p->committed >= p->gate_offset) {
                 p->gated = false;
                 engine_wake_borrower(e);

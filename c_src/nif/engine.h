@@ -113,7 +113,7 @@ struct part {
     int64_t gate_offset;
     int64_t asked_n,
         covered_n;           /* at most once: messages below gate_offset; of these those whose commit is acknowledged */
-    bool back;               /* at most once: the next commit may go back, to what was not handed out */
+    bool back;               /* the last commit may go back, to what was not handed out */
     int64_t committed, sent; /* acknowledged; last sent. -1: none */
     int starts_in_flight, in_flight; /* of starts: PARKs, too */
     int64_t start_pause_until;

@@ -312,10 +312,30 @@ static void say_revoked(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
                                   *events);
 }
 
+/* What was committed ahead and not handed out goes back to the group, where there is no copy to be made of it (at most once), or
+ * where a copy would stand behind all others (an order is kept): nobody has seen it, and until then nobody else reads the partition. */
+static bool goes_back(const engine *e)
+{
+    if (e->config.delivery == KMQ_DELIVERY_AT_MOST_ONCE) return !e->config.bare;
+    return e->config.delivery == KMQ_DELIVERY_MARKERS && e->config.drain_on_revoke;
+}
+
+/* false: that commit was refused, or not acknowledged in time. */
+static bool rewound(part *p)
+{
+    enif_mutex_lock(p->lock);
+    bool done = p->committed <= modes_floor(p);
+    enif_mutex_unlock(p->lock);
+    p->back = false;
+    return done;
+}
+
 static void revoked(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
 {
     e->revoking = REVOKE_COMMIT;
     e->revoke_until = 0; /* over, in whatever step it was */
+    for (size_t i = e->n_active; i < e->n_assigned; i++)
+        if (e->active[i]->back && !rewound(e->active[i])) marks_release(e, e->active[i], false);
     if (!give_back(e, env, events)) return;
     say_revoked(e, env, events);
     retire_leaving(e);
@@ -362,9 +382,8 @@ void engine_revoke_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t n
         for (size_t i = e->n_active; i < e->n_assigned; i++) {
             part *p = e->active[i];
             p->gate_offset = -1; /* a window that was not committed yet is not handed out any more: the group's */
-            /* At most once, what was committed ahead goes back to the group. Nothing is in flight that could come after it. */
-            p->back = e->config.delivery == KMQ_DELIVERY_AT_MOST_ONCE && !e->config.bare && !e->commit_in_flight;
-            marks_release(e, p, false);
+            p->back = goes_back(e) && !over && !e->commit_in_flight; /* nothing is in flight that could come after it */
+            if (!p->back) marks_release(e, p, false);
         }
         e->revoking = REVOKE_COMMIT;
         engine_send_commit(e, now);
