@@ -62,10 +62,24 @@ defmodule OffBroadway.Kmq.Producer do
   Acks go from the processor or batcher straight into the consumer's ledger. One that comes too late (the message was
   in work for longer than `:max_processing_time`) is reported by `[:kmq, :late_ack]` and in the log, never silently dropped.
 
+  ## Ordering
+
+  By default there is none: each message goes to the next free processor. `ordering: :partition` sends the messages of a partition to
+  one processor, one after the other, `ordering: :key` those of a key; null keys go to any. Partitions are spread evenly over the processors, and
+  over the consumers of each batcher; all producers of a pipeline share these places, and a rebalance waits for what is in work. A `:partition_by`
+  of one's own is refused then: it would break the order. Without an order it is allowed.
+
+  A message that is tried again comes behind its successors. The guide on order says which order is kept when what fails.
+
+  `Broadway.test_message/3` and `Broadway.test_batch/3` work with an order, too: messages go where `metadata: %{topic:, partition:, offset:, key:}` sends
+  them, to the first processor without.
+
   ## Batching
 
-  Nothing of Kafka's order or partitions has to be kept, so batchers are free to build batches as they like. A message waits in
-  a batch at no risk: its consumer renews it, and `:max_processing_time` counts from its hand-out.
+  Without an order nothing of Kafka's partitions has to be kept, so batchers are free to build batches as they like. With
+  `ordering: :partition` a batch holds messages of one partition (its `batch_key` is `{topic, partition}`). With either order the
+  batches of a partition or key go to one consumer of the batcher, in order. A message waits in a batch at no risk: its
+  consumer renews it, and `:max_processing_time` counts from its hand-out.
 
   ## Metadata
 
@@ -79,7 +93,7 @@ defmodule OffBroadway.Kmq.Producer do
 
   One producer is enough for most pipelines: `producer: [concurrency: 1]` hands out several hundred thousand messages
   a second. More producers are more members of the consumer group. The number of processors is independent of the number of
-  partitions. Raise the processors' `:max_demand` for short handlers: Broadway's own cost per message halves.
+  partitions; only with `ordering: :partition` those beyond the number of partitions stay idle. Raise the processors' `:max_demand` for short handlers: Broadway's own cost per message halves.
 
   ## Stopping
 
