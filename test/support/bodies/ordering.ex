@@ -334,6 +334,81 @@ defmodule Kmq.Test.Bodies.Ordering do
     assert length(records(cluster, topic, 4)) == n
   end
 
+  # What guides/ordering.md says of a retry, a release and a stop.
+  body "a message that fails comes behind its successors, in its own worker; across a stop the order is kept",
+       %{cluster: cluster, kind: kind} do
+    topic = queue(cluster, 2)
+    test = self()
+
+    publish(
+      cluster,
+      topic,
+      for(i <- 1..40, do: {"#{i}", partition: rem(i, 2), key: "k#{rem(i, 2)}"})
+    )
+
+    handler = fn message ->
+      send(test, {:at, message.metadata.key, message.data, message.metadata.attempt, self()})
+
+      cond do
+        message.metadata.attempt > 1 -> message
+        message.data == "3" -> Host.failed(message, "no")
+        message.data == "4" -> Host.failed(message, {:discard, "gone"})
+        message.data == "21" -> Host.failed(message, {:retry, 0})
+        true -> message
+      end
+    end
+
+    at = fn n ->
+      for _ <- 1..n do
+        assert_receive {:at, key, data, attempt, pid}, scaled(20_000)
+        {key, String.to_integer(data), attempt, pid}
+      end
+    end
+
+    options = options(cluster, topic, ordering: :key, backoff: [1])
+    host = Host.start(kind, options, handler, max_demand: 2)
+    first = at.(42)
+
+    for key <- ["k0", "k1"] do
+      mine = for {^key, data, attempt, pid} <- first, do: {data, attempt, pid}
+      assert [_one] = mine |> Enum.map(&elem(&1, 2)) |> Enum.uniq()
+      firsts = for {data, 1, _} <- mine, do: data
+      assert firsts == Enum.sort(firsts) and length(firsts) == 20
+    end
+
+    again = for {"k1", data, 2, _} <- first, do: data
+    assert Enum.sort(again) == [3, 21]
+    order = for {"k1", data, attempt, _} <- first, do: {data, attempt}
+    index = fn what -> Enum.find_index(order, &(&1 == what)) end
+    assert index.({3, 2}) > index.({5, 1})
+    assert Host.stop(host) == :ok
+
+    # A stop in the middle of the next ones.
+    publish(
+      cluster,
+      topic,
+      for(i <- 101..500, do: {"#{i}", partition: rem(i, 2), key: "k#{rem(i, 2)}"})
+    )
+
+    host = Host.start(kind, options, handler, max_demand: 2)
+    second = at.(50)
+    assert Host.stop(host) == :ok
+    host = Host.start(kind, options, handler, max_demand: 2)
+
+    all =
+      Enum.reduce_while(Stream.cycle([1]), second, fn _, all ->
+        if length(all) < 400, do: {:cont, all ++ at.(1)}, else: {:halt, all}
+      end)
+
+    for key <- ["k0", "k1"] do
+      mine = for {^key, data, attempt, _} <- all, do: {data, attempt}
+      assert mine == for(i <- 101..500, "k#{rem(i, 2)}" == key, do: {i, 1})
+    end
+
+    assert Host.stop(host) == :ok
+    refute_received {:at, _, _, _, _}
+  end
+
   body "without an order a partition_by is the user's own", %{cluster: cluster, kind: kind} do
     topic = queue(cluster, 2)
     publish(cluster, topic, for(i <- 1..200, do: {"#{i}", partition: rem(i, 2)}))
