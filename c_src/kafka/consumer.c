@@ -505,6 +505,9 @@ const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t
 
 int kafka_consumer_close_begin(kafka_consumer *consumer, kafka_error *err)
 {
+    /* A close of a member of a cooperative group that has no partitions sends no LeaveGroup, and the group waits for it until its session
+     * times out. An unsubscribe does send it, and the close then waits for that. */
+    if (kafka_consumer_cooperative(consumer)) rd_kafka_unsubscribe(consumer->rk);
     return kafka_fail_object(err, consumer->rk, rd_kafka_consumer_close_queue(consumer->rk, consumer->control),
                              "close");
 }

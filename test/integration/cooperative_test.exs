@@ -142,4 +142,32 @@ defmodule Kmq.Integration.CooperativeTest do
     assert [{_, 0, @partitions, 7}] = messages = take(handle, 1)
     assert ack(handle, messages) == :ok
   end
+
+  test "a member without partitions leaves at once, so that the others need not wait for it", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    # A session that nobody would wait for.
+    options =
+      options(cluster, topic,
+        kafka_config: [consumer: ["heartbeat.interval.ms": 200]],
+        group_config: [session_timeout_seconds: 300],
+        assignor: :cooperative_sticky,
+        group_id: topic
+      )
+
+    config = Config.new!(options, :consumer)
+    first = open(config)
+    eventually(fn -> length(assigned(first)) == 1 end, 20_000)
+    second = open(config)
+    # It has been told its share, which is nothing.
+    eventually(fn -> Handle.info(second).epoch > 0 end, 20_000)
+    assert assigned(second) == []
+    assert Handle.close(second, 20_000) == :ok
+
+    # The next rebalance would wait for one that is still a member.
+    third = open(config)
+    assert Handle.close(first, 20_000) == :ok
+    eventually(fn -> length(assigned(third)) == 1 end, 30_000)
+  end
 end
