@@ -6,6 +6,8 @@
 #include "term.h"
 
 enum { SETTLE_AT_ONCE = 1000, SETTLE_CHUNK = 1024 };
+/* A list of any length is worked off in steps, each well under a millisecond; between two of them others have their turn. */
+enum { SETTLE_STEP = 2 * SETTLE_CHUNK, ASK_STEP = 1024 };
 
 typedef struct consumer {
     engine *engine; /* NULL: never opened */
@@ -499,6 +501,7 @@ static void after_settle(engine *e, int64_t added)
     }
     int64_t before = atomic_fetch_add(&e->pending, added);
     if (before + added >= SETTLE_AT_ONCE && enif_mutex_trylock(e->lock) == 0) {
+        engine_slice_begin(e);
         if (e->state != ENGINE_CLOSED && atomic_load(&e->pending) >= SETTLE_AT_ONCE) marks_flush(e, engine_now());
         enif_mutex_unlock(e->lock);
         if (atomic_load(&e->pending)) engine_notify_owner(e, e->config.ack_flush_ms);
@@ -561,21 +564,33 @@ static ERL_NIF_TERM settle_run(ErlNifEnv *env, engine *e, int slot, kmq_end_caus
     return failures;
 }
 
-/* consumer_settle(Ref, Cause 0 | 1 | 3, [{Slot, Offset}]) -> ok | {error, [{Slot, Offset, Reason}]} */
-KMQ_NIF(nif_consumer_settle)
+/* What a call gives, or the call that goes on with the rest of its list (argv[at]); its last argument are the failures so far. */
+static ERL_NIF_TERM result_or_rest(ErlNifEnv *env, const char *name,
+                                   ERL_NIF_TERM (*rest)(ErlNifEnv *, int, const ERL_NIF_TERM[]), int argc,
+                                   const ERL_NIF_TERM argv[], int at, ERL_NIF_TERM tail, ERL_NIF_TERM failures)
 {
-    (void)argc;
+    ERL_NIF_TERM args[6];
+    if (enif_is_empty_list(env, tail))
+        return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
+    for (int i = 0; i < argc; i++) args[i] = argv[i];
+    args[at] = tail;
+    args[argc - 1] = failures;
+    enif_consume_timeslice(env, 100);
+    return enif_schedule_nif(env, name, 0, rest, argc, args);
+}
+
+static KMQ_NIF(settle_on)
+{
     int cause, slot = -1, next_slot;
     engine *e = get_engine(env, argv[0]);
-    unsigned length;
     if (!e || !enif_get_int(env, argv[1], &cause) || cause < 0 || cause >= KMQ_END_CAUSES ||
-        !enif_get_list_length(env, argv[2], &length))
+        !enif_is_list(env, argv[2]))
         return enif_make_badarg(env);
     if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
     int64_t offsets[SETTLE_CHUNK], offset, added = 0;
-    size_t n = 0;
-    ERL_NIF_TERM head, tail = argv[2], failures = enif_make_list(env, 0);
-    while (enif_get_list_cell(env, tail, &head, &tail)) {
+    size_t n = 0, done = 0;
+    ERL_NIF_TERM head, tail = argv[2], failures = argv[3];
+    for (; done < SETTLE_STEP && enif_get_list_cell(env, tail, &head, &tail); done++) {
         if (!get_token(env, head, 2, &next_slot, &offset, NULL)) return enif_make_badarg(env);
         if (n && (next_slot != slot || n == SETTLE_CHUNK)) {
             failures = settle_run(env, e, slot, (kmq_end_cause)cause, offsets, n, failures, &added);
@@ -586,8 +601,15 @@ KMQ_NIF(nif_consumer_settle)
     }
     if (n) failures = settle_run(env, e, slot, (kmq_end_cause)cause, offsets, n, failures, &added);
     after_settle(e, added);
-    enif_consume_timeslice(env, length >= 10000 ? 100 : length < 100 ? 1 : (int)(length / 100));
-    return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
+    enif_consume_timeslice(env, done < 100 ? 1 : (int)(done / 100));
+    return result_or_rest(env, "consumer_settle", settle_on, argc, argv, 2, tail, failures);
+}
+
+/* consumer_settle(Ref, Cause 0 | 1 | 3, [{Slot, Offset}]) -> ok | {error, [{Slot, Offset, Reason}]} */
+KMQ_NIF(nif_consumer_settle)
+{
+    const ERL_NIF_TERM args[] = {argv[0], argv[1], argv[2], enif_make_list(env, 0)};
+    return settle_on(env, argc + 1, args);
 }
 
 /* consumer_reject(Ref, [{Slot, Offset}]) -> ok | {error, [{Slot, Offset, Reason}]}: without markers. The caller writes the dead letters, and then
@@ -663,10 +685,8 @@ static int extend_one(engine *e, int slot, int64_t offset, int64_t ms, bool leav
     return ask_one(e, slot, offset, ms > INT64_MAX - now ? INT64_MAX : now + ms, r);
 }
 
-/* consumer_retry(Ref, [{Slot, Offset, DelayMs}], Cause, Flags, Text) -> ok | {error, [{Slot, Offset, Reason}]} */
-KMQ_NIF(nif_consumer_retry)
+static KMQ_NIF(retry_on)
 {
-    (void)argc;
     engine *e = get_engine(env, argv[0]);
     int cause, flags, slot;
     ErlNifBinary text;
@@ -678,8 +698,8 @@ KMQ_NIF(nif_consumer_retry)
     if (text.size > KMQ_ERROR_TEXT_MAX) text.size = KMQ_ERROR_TEXT_MAX;
     int64_t offset, added = 0;
     ErlNifSInt64 delay;
-    ERL_NIF_TERM head, tail = argv[1], failures = enif_make_list(env, 0);
-    while (enif_get_list_cell(env, tail, &head, &tail)) {
+    ERL_NIF_TERM head, tail = argv[1], failures = argv[5];
+    for (int done = 0; done < ASK_STEP && enif_get_list_cell(env, tail, &head, &tail); done++) {
         if (!get_token(env, head, 3, &slot, &offset, &delay) || delay < 0) return enif_make_badarg(env);
         int rc = retry_one(e, slot, offset, delay, cause, flags, &text);
         if (rc == KMQ_OK)
@@ -688,14 +708,18 @@ KMQ_NIF(nif_consumer_retry)
             failures = enif_make_list_cell(env, failure(env, slot, offset, rc), failures);
     }
     after_settle(e, added);
-    return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
+    return result_or_rest(env, "consumer_retry", retry_on, argc, argv, 1, tail, failures);
 }
 
-/* consumer_extend(Ref, [{Slot, Offset, Ms}], Leave) -> ok | {error, [{Slot, Offset, Reason}]}: in work for that long from now on,
- * with this consumer, or (Leave; Ms < 0 = the time limit) without it, for whoever has a receipt. */
-KMQ_NIF(nif_consumer_extend)
+/* consumer_retry(Ref, [{Slot, Offset, DelayMs}], Cause, Flags, Text) -> ok | {error, [{Slot, Offset, Reason}]} */
+KMQ_NIF(nif_consumer_retry)
 {
-    (void)argc;
+    const ERL_NIF_TERM args[] = {argv[0], argv[1], argv[2], argv[3], argv[4], enif_make_list(env, 0)};
+    return retry_on(env, argc + 1, args);
+}
+
+static KMQ_NIF(extend_on)
+{
     engine *e = get_engine(env, argv[0]);
     if (!e || !enif_is_list(env, argv[1])) return enif_make_badarg(env);
     if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
@@ -703,8 +727,8 @@ KMQ_NIF(nif_consumer_extend)
     int slot;
     int64_t offset, added = 0, now = engine_now();
     ErlNifSInt64 ms, soonest = INT64_MAX;
-    ERL_NIF_TERM head, tail = argv[1], failures = enif_make_list(env, 0);
-    while (enif_get_list_cell(env, tail, &head, &tail)) {
+    ERL_NIF_TERM head, tail = argv[1], failures = argv[3];
+    for (int done = 0; done < ASK_STEP && enif_get_list_cell(env, tail, &head, &tail); done++) {
         if (!get_token(env, head, 3, &slot, &offset, &ms) || (ms < 0 && !leave)) return enif_make_badarg(env);
         if (ms < 0) ms = e->config.max_processing_ms;
         int rc = extend_one(e, slot, offset, ms, leave, now);
@@ -717,7 +741,15 @@ KMQ_NIF(nif_consumer_extend)
     }
     after_settle(e, added);
     if (!leave && soonest < e->config.max_processing_ms) engine_notify_owner(e, soonest);
-    return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
+    return result_or_rest(env, "consumer_extend", extend_on, argc, argv, 1, tail, failures);
+}
+
+/* consumer_extend(Ref, [{Slot, Offset, Ms}], Leave) -> ok | {error, [{Slot, Offset, Reason}]}: in work for that long from now on,
+ * with this consumer, or (Leave; Ms < 0 = the time limit) without it, for whoever has a receipt. */
+KMQ_NIF(nif_consumer_extend)
+{
+    const ERL_NIF_TERM args[] = {argv[0], argv[1], argv[2], enif_make_list(env, 0)};
+    return extend_on(env, argc + 1, args);
 }
 
 /* ------------------------------------------------------------------ info */

@@ -106,7 +106,7 @@ KMQ_NIF(nif_consumer_pause)
 /* ------------------------------------------------------------------ seek */
 static int seek(engine *e, part *p, int64_t offset, kafka_error *err)
 {
-    marks_skip(e, p, offset);
+    if (engine_marks(e)) marks_skip(e, p, offset);
     int rc = engine_reset(e, p, offset, -1, err);
     e->commit_due = engine_now();
     engine_notify_owner(e, 0);

@@ -7,13 +7,23 @@
 #include "term.h"
 #include "../kafka/failpoint.h"
 
-enum { WORKS_MS = 1000, CONTROL_EVENTS = 64, BUSY_MS = 20, COMMIT_PAUSE_MS = 200, REFUSED_PAUSE_MS = 5000 };
+enum {
+    WORKS_MS = 1000,
+    CONTROL_EVENTS = 64,
+    BUSY_MS = 20,
+    COMMIT_PAUSE_MS = 200,
+    REFUSED_PAUSE_MS = 5000,
+    SLICE_US = 700
+};
 
 /* Positive, unlike the VM's own: 0 can mean "never". */
 static int64_t base_ms;
 void engine_clock_load(void) { base_ms = enif_monotonic_time(ERL_NIF_MSEC) - 1000; }
 int64_t engine_now(void) { return enif_monotonic_time(ERL_NIF_MSEC) - base_ms; }
 int64_t engine_wall_ms(void) { return enif_monotonic_time(ERL_NIF_MSEC) + enif_time_offset(ERL_NIF_MSEC); }
+
+void engine_slice_begin(engine *e) { e->slice = enif_monotonic_time(ERL_NIF_USEC); }
+bool engine_slice_over(const engine *e) { return enif_monotonic_time(ERL_NIF_USEC) - e->slice > SLICE_US; }
 
 /* ------------------------------------------------------------------ waking */
 static void send_to(engine *e, const ErlNifPid *to, ERL_NIF_TERM what, int64_t in_ms)
@@ -432,6 +442,7 @@ static void note_broken(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t
 int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_ms)
 {
     int64_t now = engine_now();
+    engine_slice_begin(e);
     atomic_store(&e->owner_due, INT64_MAX);
     *events = enif_make_list(env, 0);
     *next_ms = e->config.max_poll_ms / 3;
@@ -454,7 +465,8 @@ int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_m
     engine_reap(e);
     enif_make_reverse_list(env, *events, events);
 
-    atomic_store(&e->owner_wants_reports, e->revoking || e->state == ENGINE_CLOSING || e->flush_seq || isolate_busy());
+    atomic_store(&e->owner_wants_reports,
+                 e->revoking || e->blocked || e->state == ENGINE_CLOSING || e->flush_seq || isolate_busy());
     enif_mutex_lock(e->wake_lock);
     if (!e->borrower_set) e->ready_sent = false;
     enif_mutex_unlock(e->wake_lock);

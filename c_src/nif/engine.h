@@ -174,7 +174,7 @@ struct engine {
     uint64_t handed_total, handed_per_trip;
     int64_t handed_at;
     part **active; /* what is assigned: n_active that flow, in round-robin order, and behind them those that leave */
-    size_t n_active, n_assigned, cursor;
+    size_t n_active, n_assigned, cursor, start_cursor;
     size_t n_retired;
 
     paused_part *paused;
@@ -193,6 +193,12 @@ struct engine {
     int64_t commit_due;   /* INT64_MAX: nothing changed */
     int64_t prompt_until; /* until then a commit is due at once */
     int64_t renew_due, flush_due, rebuild_asked;
+
+    ErlNifTime slice; /* when the present call began */
+    /* where a round of renewals goes on that was longer than a slice; renew_round: when the next one begins, 0: none is under way */
+    int64_t renew_round, renew_cursor;
+    int32_t renew_slot;
+    bool blocked; /* the producer's queue was full: the next reports make room */
 
     mark *oldest, *newest;                 /* marks in flight */
     uint64_t seq, flush_seq;               /* flush_seq: 0 = nobody waits */
@@ -240,6 +246,9 @@ static inline int64_t part_now(const part *p, int64_t now)
 void engine_clock_load(void);
 int64_t engine_wall_ms(void); /* this machine's time of day */
 static inline bool engine_marks(const engine *e) { return e->config.delivery == KMQ_DELIVERY_MARKERS; }
+/* A call on a normal scheduler ends its loops when its slice is over, about 0.7 ms after its begin, and sees to it that it is called again. */
+void engine_slice_begin(engine *engine);
+bool engine_slice_over(const engine *engine);
 
 /* -- life (engine.c). Everything below is called with engine.lock held unless it says otherwise. */
 void engine_notify_owner(engine *engine, int64_t in_ms); /* no lock needed */

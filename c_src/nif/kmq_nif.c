@@ -111,7 +111,83 @@ static KMQ_NIF(nif_backoff)
     return enif_make_int64(env, kmq_backoff_delay_ms(&backoff, attempt, u));
 }
 
+/* ------------------------------------------------------------------ how long a normal scheduler is held (test builds) */
+#define ON_NORMAL_SCHEDULERS(X)                                                                                        \
+    X(consumer_poll)                                                                                                   \
+    X(consumer_take)                                                                                                   \
+    X(consumer_settle) X(consumer_retry) X(consumer_extend) X(consumer_info) X(publisher_send) X(publisher_poll)
+
+#ifdef KMQ_FAILPOINTS
+#include <time.h>
+
+enum {
+#define X(name) BUSY_##name,
+    ON_NORMAL_SCHEDULERS(X)
+#undef X
+        BUSY_COUNT
+};
+static _Atomic int64_t longest_us[BUSY_COUNT], longer_than_ms[BUSY_COUNT], calls[BUSY_COUNT];
+
+/* Time of the processor, not of the clock: what a busy machine takes away does not count. */
+static int64_t cpu_us(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+static void note_busy(int which, int64_t us)
+{
+    int64_t longest = atomic_load(&longest_us[which]);
+    atomic_fetch_add(&calls[which], 1);
+    if (us >= 1000) atomic_fetch_add(&longer_than_ms[which], 1);
+    while (us > longest && !atomic_compare_exchange_weak(&longest_us[which], &longest, us)) {}
+}
+
+#define X(name)                                                                                                        \
+    static KMQ_NIF(timed_##name)                                                                                       \
+    {                                                                                                                  \
+        int64_t began = cpu_us();                                                                                      \
+        ERL_NIF_TERM result = nif_##name(env, argc, argv);                                                             \
+        note_busy(BUSY_##name, cpu_us() - began);                                                                      \
+        return result;                                                                                                 \
+    }
+ON_NORMAL_SCHEDULERS(X)
+#undef X
+#define NORMAL(name) timed_##name
+
+/* [{Function, Calls, LongestUs, LongerThanAMillisecond}], of processor time, since the last call of this. */
+static KMQ_NIF(nif_busy)
+{
+    static const char *const names[] = {
+#define X(name) #name,
+        ON_NORMAL_SCHEDULERS(X)
+#undef X
+    };
+    (void)argc;
+    (void)argv;
+    ERL_NIF_TERM list = enif_make_list(env, 0);
+    for (int i = BUSY_COUNT; i-- > 0;) {
+        ERL_NIF_TERM one =
+            enif_make_tuple4(env, enif_make_atom(env, names[i]), enif_make_int64(env, atomic_exchange(&calls[i], 0)),
+                             enif_make_int64(env, atomic_exchange(&longest_us[i], 0)),
+                             enif_make_int64(env, atomic_exchange(&longer_than_ms[i], 0)));
+        list = enif_make_list_cell(env, one, list);
+    }
+    return list;
+}
+#else
+#define NORMAL(name) nif_##name
+static KMQ_NIF(nif_busy)
+{
+    (void)argc;
+    (void)argv;
+    return enif_make_list(env, 0);
+}
+#endif
+
 static ErlNifFunc functions[] = {
+    {"busy", 0, nif_busy, 0},
     {"version", 0, nif_version, 0},
     {"live", 0, nif_live, 0},
     {"errors", 0, nif_errors, 0},
@@ -120,13 +196,13 @@ static ErlNifFunc functions[] = {
     {"consumer_subscribe", 1, nif_consumer_subscribe, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_topics", 2, nif_consumer_topics, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_attach", 2, nif_consumer_attach, 0},
-    {"consumer_poll", 1, nif_consumer_poll, 0},
-    {"consumer_take", 2, nif_consumer_take, 0},
-    {"consumer_take", 3, nif_consumer_take, 0},
+    {"consumer_poll", 1, NORMAL(consumer_poll), 0},
+    {"consumer_take", 2, NORMAL(consumer_take), 0},
+    {"consumer_take", 3, NORMAL(consumer_take), 0},
     {"consumer_lanes", 2, nif_consumer_lanes, 0},
-    {"consumer_settle", 3, nif_consumer_settle, 0},
-    {"consumer_retry", 5, nif_consumer_retry, 0},
-    {"consumer_extend", 3, nif_consumer_extend, 0},
+    {"consumer_settle", 3, NORMAL(consumer_settle), 0},
+    {"consumer_retry", 5, NORMAL(consumer_retry), 0},
+    {"consumer_extend", 3, NORMAL(consumer_extend), 0},
     {"consumer_reject", 2, nif_consumer_reject, 0},
     {"consumer_assign", 3, nif_consumer_assign, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_reset", 3, nif_consumer_reset, ERL_NIF_DIRTY_JOB_IO_BOUND},
@@ -135,16 +211,16 @@ static ErlNifFunc functions[] = {
     {"consumer_drain", 1, nif_consumer_drain, 0},
     {"consumer_close", 2, nif_consumer_close, 0},
     {"consumer_kill", 1, nif_consumer_kill, 0},
-    {"consumer_info", 1, nif_consumer_info, 0},
+    {"consumer_info", 1, NORMAL(consumer_info), 0},
     {"consumer_pause", 4, nif_consumer_pause, 0},
     {"consumer_seek", 4, nif_consumer_seek, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_set_token", 5, nif_consumer_set_token, 0},
     {"consumer_reopen", 1, nif_consumer_reopen, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_test_fatal", 2, nif_consumer_test_fatal, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"publisher_open", 2, nif_publisher_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
-    {"publisher_send", 4, nif_publisher_send, 0},
+    {"publisher_send", 4, NORMAL(publisher_send), 0},
     {"publisher_space", 1, nif_publisher_space, 0},
-    {"publisher_poll", 1, nif_publisher_poll, 0},
+    {"publisher_poll", 1, NORMAL(publisher_poll), 0},
     {"publisher_queued", 1, nif_publisher_queued, 0},
     {"publisher_close", 1, nif_publisher_close, 0},
     {"publisher_reopen", 1, nif_publisher_reopen, ERL_NIF_DIRTY_JOB_IO_BOUND},

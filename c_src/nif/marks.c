@@ -216,6 +216,7 @@ static bool send_marker(engine *e, mark *m, const uint8_t key[KMQ_MARKER_KEY_BYT
     kafka_error err = {0};
     int rc = kafka_producer_send(e->producer, p->topic->marker, p->partition, key, KMQ_MARKER_KEY_BYTES, value,
                                  value_len, headers, n_headers, 0, m, &err);
+    if (rc == KAFKA_EFULL) e->blocked = true;
     if (rc && rc != KAFKA_EFULL) {
         note_error(e, m, err.name, engine_now());
         note_start(e, m, true, err.code, engine_now());
@@ -326,11 +327,22 @@ static int64_t write_kmq_records(engine *e, part *p, uint8_t type, kmq_range *ra
     return written;
 }
 
-/* Writes all of it, or as much as the producer's queue takes; the rest waits again. true = all written. */
+/* A flush goes on with the next poll: its time is over. */
+static void flush_again(engine *e, int64_t now)
+{
+    e->flush_due = now;
+    if (e->flush_seq) e->flush_seq = UINT64_MAX;
+    engine_notify_owner(e, 0);
+}
+
+/* Writes all of it, or as much as the producer's queue and the time slice take; the rest waits again. true = all written. */
 static bool write_marks(engine *e, part *p, uint8_t type, kmq_range *ranges, size_t n, int64_t time_ms, uint8_t cause,
                         uint8_t flags, const char *text, size_t text_len, int64_t now)
 {
-    while (n && e->producer && !e->producer_broken) {
+    bool cut = false;
+    for (bool first = true; n && e->producer && !e->producer_broken; first = false) {
+        /* what is awaited may be many records: the rest of it with the next call */
+        if ((cut = !first && marks_awaited(type, cause) && engine_slice_over(e))) break;
         size_t used = 0;
         if (e->config.format == FORMAT_RANGE) {
             used = write_range_record(e, p, type, ranges, n, time_ms, cause, flags, text, text_len);
@@ -346,6 +358,7 @@ static bool write_marks(engine *e, part *p, uint8_t type, kmq_range *ranges, siz
         n -= used;
     }
     give_back(e, p, type, cause, flags, time_ms, text, text_len, ranges, n, now);
+    if (cut) flush_again(e, now);
     return !n;
 }
 
@@ -380,13 +393,18 @@ void marks_start(engine *e, part *p, int64_t now)
 {
     if (now < p->start_pause_until) return;
     write_parks(e, p, now);
+    int64_t most = e->config.format == FORMAT_RANGE ? KMQ_BATCH * 4 : KMQ_BATCH; /* half a millisecond */
     int64_t lease = e->config.format == FORMAT_RANGE ? e->config.lease_ms : e->config.max_processing_ms;
     for (;;) {
         size_t n = 0;
         enif_mutex_lock(p->lock);
-        int rc = kmq_ledger_take_start(&p->ledger, e->ranges, sizeof e->ranges / sizeof *e->ranges, KMQ_BATCH * 4, &n);
+        int rc = kmq_ledger_take_start(&p->ledger, e->ranges, sizeof e->ranges / sizeof *e->ranges, most, &n);
         enif_mutex_unlock(p->lock);
         if (rc || !n || !write_marks(e, p, KMQ_MARKER_START, e->ranges, n, lease, 0, 0, NULL, 0, now)) return;
+        if (engine_slice_over(e)) { /* the rest with the next poll, which also asks for STARTs */
+            engine_notify_owner(e, 0);
+            return;
+        }
     }
 }
 
@@ -403,9 +421,27 @@ static bool flush_ends(engine *e, part *p, int64_t now)
             atomic_fetch_sub(&e->pending, count_offsets(e->ranges, n));
             (void)KMQ_FAILPOINT("ack_end");
             if (!write_marks(e, p, KMQ_MARKER_END, e->ranges, n, 0, cause, 0, NULL, 0, now)) return false;
+            if (engine_slice_over(e)) {
+                flush_again(e, now);
+                return false;
+            }
         }
     }
     return true;
+}
+
+/* These were not looked at: they stand first again. */
+static bool retries_left(engine *e, part *p, retry *list, int64_t now)
+{
+    retry **tail = &list;
+    while (*tail) tail = &(*tail)->next;
+    enif_mutex_lock(p->lock);
+    *tail = p->retries;
+    if (!p->retries) p->retries_tail = tail;
+    p->retries = list;
+    enif_mutex_unlock(p->lock);
+    if (engine_slice_over(e)) flush_again(e, now);
+    return false;
 }
 
 static bool flush_retries(engine *e, part *p, int64_t now)
@@ -417,6 +453,7 @@ static bool flush_retries(engine *e, part *p, int64_t now)
     enif_mutex_unlock(p->lock);
     bool all = true;
     while (list) {
+        if (!all || engine_slice_over(e)) return retries_left(e, p, list, now);
         retry *r = list;
         list = r->next;
         atomic_fetch_sub(&e->pending, r->range.hi - r->range.lo);
@@ -440,25 +477,43 @@ void marks_flush(engine *e, int64_t now)
     }
 }
 
+/* false: the slice is over, or the queue full; it goes on where it was. */
+static bool renew_part(engine *e, part *p, int64_t now)
+{
+    for (;;) {
+        size_t n = 0;
+        int64_t cursor = e->renew_cursor;
+        enif_mutex_lock(p->lock);
+        int rc = kmq_ledger_held(&p->ledger, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
+        enif_mutex_unlock(p->lock);
+        if (rc || !n) return true;
+        if (!write_marks(e, p, KMQ_MARKER_EXTEND, e->ranges, n, e->config.lease_ms, 0, 0, NULL, 0, now)) {
+            e->renew_due = now + START_PAUSE_MS; /* soon again, long before the lease ends */
+            return false;
+        }
+        e->renew_cursor = cursor;
+        if (!engine_slice_over(e)) continue;
+        e->renew_due = now;
+        engine_notify_owner(e, 0);
+        return false;
+    }
+}
+
 void marks_renew(engine *e, int64_t now)
 {
-    e->renew_due = now + e->config.lease_ms / 3;
-    if (e->config.format != FORMAT_RANGE || !engine_marks(e)) return;
-    for (int32_t i = e->first_slot; i < e->n_slots; i++) {
-        part *p = e->slots[i];
-        int64_t cursor = INT64_MIN;
-        while (p) {
-            size_t n = 0;
-            enif_mutex_lock(p->lock);
-            int rc = kmq_ledger_held(&p->ledger, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
-            enif_mutex_unlock(p->lock);
-            if (rc || !n) break;
-            if (!write_marks(e, p, KMQ_MARKER_EXTEND, e->ranges, n, e->config.lease_ms, 0, 0, NULL, 0, now)) {
-                e->renew_due = now + START_PAUSE_MS; /* the queue is full: soon again, long before the lease ends */
-                return;
-            }
-        }
+    if (!e->renew_round) {
+        e->renew_round = now + e->config.lease_ms / 3;
+        e->renew_slot = e->first_slot;
+        e->renew_cursor = INT64_MIN;
     }
+    bool renews = e->config.format == FORMAT_RANGE && engine_marks(e);
+    for (; e->renew_slot < e->n_slots && renews; e->renew_slot++) {
+        part *p = e->slots[e->renew_slot];
+        if (p && !renew_part(e, p, now)) return;
+        e->renew_cursor = INT64_MIN;
+    }
+    e->renew_due = e->renew_round;
+    e->renew_round = 0;
 }
 
 /* In kmq format START carries the time limit itself, the tracker acts when it passes: here the ack only becomes a late one. */
@@ -475,6 +530,10 @@ void marks_timeouts(engine *e, int64_t now)
             if (atomic_exchange(&p->full, false)) engine_wake_borrower(e);
             if (e->config.format == FORMAT_RANGE)
                 write_marks(e, p, KMQ_MARKER_RETRY, e->ranges, n, 0, KMQ_RETRY_TIMEOUT, KMQ_FLAG_COUNTS, NULL, 0, now);
+            if (engine_slice_over(e)) {
+                engine_notify_owner(e, 0);
+                return;
+            }
         }
     }
 }
@@ -521,9 +580,11 @@ void marks_reports(engine *e, int64_t now)
 {
     kafka_report reports[REPORTS];
     size_t n;
+    bool reported = false;
     if (!e->producer) return;
     do {
         n = kafka_producer_reports(e->producer, reports, REPORTS);
+        reported = reported || n;
         for (size_t i = 0; i < n; i++) {
             mark *m = reports[i].opaque;
             bool failed = reports[i].error != 0;
@@ -537,7 +598,13 @@ void marks_reports(engine *e, int64_t now)
             }
             if (--m->left == 0) finish(e, m, now);
         }
-    } while (n == REPORTS);
+    } while (n == REPORTS && !engine_slice_over(e));
+    if (n == REPORTS) engine_notify_owner(e, 0); /* for what is left nobody is woken */
+    if (reported && e->blocked) {                /* there is room again */
+        e->blocked = false;
+        if (e->flush_due != INT64_MAX) e->flush_due = now;
+        engine_notify_owner(e, 0);
+    }
     if (kafka_producer_fatal(e->producer, NULL)) e->producer_broken = true;
 }
 

@@ -13,7 +13,7 @@
 enum {
     MAX_TOPICS = 1024,
     REPORTS = 256,
-    ROUNDS = 16,
+    ROUNDS = 8,
     CLOSED_CODE = -197 /* _DESTROY */,
     PURGED_CODE = -151 /* _PURGE_INFLIGHT */,
     MAX_HEADERS = 4096

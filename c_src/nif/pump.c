@@ -284,6 +284,19 @@ static int64_t ahead(const engine *e, int64_t now)
     return e->handed_per_trip < AHEAD_MAX / 2 ? (int64_t)(2 * e->handed_per_trip) : AHEAD_MAX;
 }
 
+/* STARTs, each partition in its turn; what the slice has no room for is written with the next poll. */
+static void start_some(engine *e, int64_t now)
+{
+    for (size_t i = 0; i < e->n_active; i++) {
+        if (i && engine_slice_over(e)) {
+            engine_notify_owner(e, 0);
+            return;
+        }
+        e->start_cursor = (e->start_cursor + 1) % e->n_active;
+        marks_start(e, e->active[e->start_cursor], now);
+    }
+}
+
 static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
 {
     if (atomic_exchange(&e->records_woken, false))
@@ -310,8 +323,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         idle = p->position > position ? 0 : idle + 1;
     }
     if (skipped) engine_want_commit(e, now); /* what is skipped moves the floor, too */
-    if (engine_marks(e))
-        for (size_t i = 0; i < e->n_active; i++) marks_start(e, e->active[i], now);
+    if (engine_marks(e)) start_some(e, now);
 }
 
 static bool may_fetch(const engine *e) { return e->state == ENGINE_OPEN && !e->draining && e->n_active; }
@@ -319,10 +331,9 @@ static bool may_fetch(const engine *e) { return e->state == ENGINE_OPEN && !e->d
 void pump(engine *e, int64_t want, int64_t now)
 {
     marks_reports(e, now);
-    ErlNifTime start = enif_monotonic_time(ERL_NIF_USEC);
     if (!may_fetch(e)) return;
-    fetch(e, want, now, start);
-    if (slice_over(start)) engine_notify_owner(e, 0); /* there may be more: what is skipped wakes nobody */
+    fetch(e, want, now, e->slice);
+    if (engine_slice_over(e)) engine_notify_owner(e, 0); /* there may be more: what is skipped wakes nobody */
 }
 
 /* ------------------------------------------------------------------ hand out */
@@ -488,7 +499,8 @@ static int64_t hand_out(engine *e, ErlNifEnv *env, int64_t max, handing *h)
 ERL_NIF_TERM pump_take_lanes(engine *e, ErlNifEnv *env, int64_t max, lanes *l, int64_t now, bool *more,
                              ERL_NIF_TERM *unknown)
 {
-    handing h = {.now = now, .start = enif_monotonic_time(ERL_NIF_USEC), .lanes = l};
+    engine_slice_begin(e);
+    handing h = {.now = now, .start = e->slice, .lanes = l};
     h.batches = h.unknown = *unknown = enif_make_list(env, 0);
     *more = false;
     marks_reports(e, now);

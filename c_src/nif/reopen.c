@@ -23,7 +23,7 @@ static ERL_NIF_TERM assigned_term(const engine *e, ErlNifEnv *env)
 static void replace(engine *e, kafka_consumer *fresh)
 {
     /* covered by a commit and not handed out: no owner would fetch it again */
-    for (size_t i = 0; i < e->n_assigned; i++) marks_release(e, e->active[i], false);
+    for (size_t i = 0; i < e->n_assigned && engine_marks(e); i++) marks_release(e, e->active[i], false);
     engine_retire_all(e);
     kafka_consumer_abandon(e->consumer);
     e->consumer = fresh;

@@ -37,6 +37,8 @@ defmodule Kmq.Publisher do
   # An outage fails messages by the thousand; the log gets a line a second.
   @log_ms 1_000
   @reopen_ms 1_000
+  # Messages of one call to the native side: half a millisecond.
+  @send_step 1_000
 
   @typedoc "Where a message is in its topic."
   @type place :: %{partition: non_neg_integer, offset: integer}
@@ -390,11 +392,12 @@ defmodule Kmq.Publisher do
 
   defp send_group(ref, monitor, topic, indexed, deadline) do
     token = make_ref()
-    {indexes, entries} = Enum.unzip(indexed)
+    {now, later} = Enum.split(indexed, @send_step)
+    {indexes, entries} = Enum.unzip(now)
 
     case :kmq_nif.publisher_send(ref, topic, entries, token) do
       {:ok, n} when n == length(entries) ->
-        [{:sent, token, indexes}]
+        [{:sent, token, indexes} | send_group(ref, monitor, topic, later, deadline)]
 
       {:ok, n} ->
         {sent, rest} = Enum.split(indexed, n)
@@ -406,6 +409,7 @@ defmodule Kmq.Publisher do
         end
 
       {:error, error} ->
+        indexes = Enum.map(indexed, &elem(&1, 0))
         [{:failed, Error.from_native(error, "publishing to #{inspect(topic)}"), indexes}]
     end
   end
@@ -670,10 +674,16 @@ defmodule Kmq.Publisher do
   end
 
   defp send_one(state, queue, from, deadline, topic, entries, done) do
-    case :kmq_nif.publisher_send(state.ref, topic, entries, topic) do
-      {:ok, n} when n == length(entries) ->
+    {now, later} = Enum.split(entries, @send_step)
+
+    case :kmq_nif.publisher_send(state.ref, topic, now, topic) do
+      {:ok, n} when n == length(now) and later == [] ->
         GenServer.reply(from, :ok)
         send_queued(%{state | queue: queue, outstanding: state.outstanding + n})
+
+      {:ok, n} when n == length(now) ->
+        state = %{state | outstanding: state.outstanding + n}
+        send_one(state, queue, from, deadline, topic, later, done + n)
 
       {:ok, n} ->
         rest = {from, deadline, topic, Enum.drop(entries, n), done + n}
