@@ -5,7 +5,7 @@
 #include "atoms.h"
 #include "../kafka/failpoint.h"
 
-enum { START_PAUSE_MS = 100, KMQ_BATCH = 1000, REPORTS = 256 };
+enum { START_PAUSE_MS = 100, KMQ_BATCH = 500, START_MOST = 4000, REPORTS = 256 };
 
 static bool is_start(uint8_t type);
 
@@ -393,7 +393,7 @@ void marks_start(engine *e, part *p, int64_t now)
 {
     if (now < p->start_pause_until) return;
     write_parks(e, p, now);
-    int64_t most = e->config.format == FORMAT_RANGE ? KMQ_BATCH * 4 : KMQ_BATCH; /* half a millisecond */
+    int64_t most = e->config.format == FORMAT_RANGE ? START_MOST : KMQ_BATCH;
     int64_t lease = e->config.format == FORMAT_RANGE ? e->config.lease_ms : e->config.max_processing_ms;
     for (;;) {
         size_t n = 0;
