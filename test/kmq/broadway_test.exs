@@ -181,6 +181,93 @@ defmodule Kmq.BroadwayTest do
     refute_received {:message, _}
   end
 
+  test "rate limiting with an order: in order, and none is lost", %{cluster: cluster} do
+    topic = queue(cluster, 2)
+    publish(cluster, topic, for(i <- 1..200, do: {"#{i}", partition: rem(i, 2)}))
+    options = options(cluster, topic, ordering: :partition)
+
+    name =
+      start(options,
+        producer: [
+          module: {OffBroadway.Kmq.Producer, options},
+          concurrency: 1,
+          rate_limiting: [allowed_messages: 50, interval: 100]
+        ],
+        processors: [default: [concurrency: 2, max_demand: 4]]
+      )
+
+    all = messages(200)
+
+    for partition <- 0..1 do
+      offsets = for %{metadata: %{partition: ^partition} = metadata} <- all, do: metadata.offset
+      assert offsets == Enum.to_list(0..99)
+    end
+
+    assert Broadway.stop(name) == :ok
+  end
+
+  test "test messages go through, with an order or without, whatever their metadata", %{
+    cluster: cluster
+  } do
+    for ordering <- [:none, :partition, :key],
+        batchers <- [[], [default: [concurrency: 2, batch_size: 2]]] do
+      topic = queue(cluster, 1)
+
+      name =
+        start(options(cluster, topic, ordering: ordering),
+          context: %{batch: batchers != []},
+          processors: [default: [concurrency: 3, max_demand: 2]],
+          batchers: batchers
+        )
+
+      for metadata <- [
+            %{},
+            %{topic: topic, partition: 0, offset: 1, key: "k", ts: 1, headers: [], attempt: 1},
+            %{topic: topic, partition: 99, offset: 1, key: nil, attempt: 1},
+            %{topic: "other", key: 7, attempt: 1}
+          ] do
+        metadata = Map.put_new(metadata, :attempt, 1)
+        ref = Broadway.test_message(name, "one", metadata: metadata)
+        assert_receive {:ack, ^ref, [%{data: "one"}], []}, scaled(5_000)
+        ref = Broadway.test_batch(name, ~w(a b c d e f), metadata: metadata, batch_mode: :flush)
+        assert acked(ref, 6) == ~w(a b c d e f)
+      end
+
+      # What comes from Kafka still does.
+      publish(cluster, topic, ["real"])
+      assert_receive {:message, %{data: "real"}}, scaled(15_000)
+      assert Broadway.stop(name) == :ok
+    end
+  end
+
+  defp acked(ref, n, acc \\ [])
+  defp acked(_ref, n, acc) when length(acc) >= n, do: Enum.sort(acc)
+
+  defp acked(ref, n, acc) do
+    assert_receive {:ack, ^ref, successful, []}, scaled(5_000)
+    acked(ref, n, acc ++ Enum.map(successful, & &1.data))
+  end
+
+  test "a partition_by that would break the order is start_link's error", %{cluster: cluster} do
+    Process.flag(:trap_exit, true)
+    producer = {OffBroadway.Kmq.Producer, options(cluster, "q", ordering: :key)}
+
+    for where <- [[], [processors: [default: [partition_by: fn _ -> 0 end]]]] do
+      own = if where == [], do: [partition_by: fn _ -> 0 end], else: []
+
+      assert {:error,
+              {%ArgumentError{message: "the option :partition_by of processors :default " <> _},
+               _}} =
+               Broadway.start_link(
+                 Pipeline,
+                 Keyword.merge(
+                   [name: :broadway_own, producer: [module: producer], processors: [default: []]],
+                   where ++ own
+                 )
+               )
+    end
+  end
+
   test "bad options are start_link's error", %{cluster: cluster} do
     Process.flag(:trap_exit, true)
     producer = {OffBroadway.Kmq.Producer, options(cluster, "q", leese: 1)}

@@ -436,4 +436,15 @@ defmodule Kmq.ConfigTest do
     assert {:error, %Error{message: "unknown option :topics, " <> _}} =
              Config.publisher(hosts: "h:1", topics: [])
   end
+
+  test "delivery: :offsets keeps the order of partitions, unless another one is asked for" do
+    options = [hosts: [localhost: 9092], topics: ["q"], group_id: "g"]
+    ordering = fn more -> Config.new!(options ++ more).ordering end
+    assert ordering.([]) == :none
+    assert ordering.(delivery: :offsets, on_failure: :ack) == :partition
+    assert ordering.(delivery: :offsets, on_failure: :ack, ordering: nil) == :partition
+    assert ordering.(delivery: :offsets, on_failure: :ack, ordering: :none) == :none
+    assert ordering.(delivery: :offsets, on_failure: :ack, ordering: :key) == :key
+    assert ordering.(delivery: :at_most_once, on_failure: :ack) == :none
+  end
 end
