@@ -21,6 +21,14 @@ defmodule Kmq.Telemetry do
   | `[:kmq, :recovered]` | `count` | `handle, group, topic`, `what` (`:markers`) | markers that could not be written (`[:kmq, :error]` said so) are written again |
   | `[:kmq, :fenced]` | `count` | `handle, group` | another member has this one's `group_instance_id` |
 
+  Of consumers without markers (`delivery: :offsets` or `:at_most_once`); these write their dead letters themselves, so `[:kmq, :dead_lettered]` is
+  theirs, too:
+
+  | event | measurements | metadata | when |
+  |---|---|---|---|
+  | `[:kmq, :overdue]` | `count`, `age_ms` | `handle, group, topic, partition, offset` | one message has held the commit for `:max_processing_time`; once for each |
+  | `[:kmq, :undelayed]` | `count` | `handle, group` | delayed messages were handed out at once; once a minute |
+
   Of trackers, for each partition of a queue topic:
 
   | event | measurements | metadata | when |

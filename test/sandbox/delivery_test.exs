@@ -270,7 +270,8 @@ defmodule Kmq.Sandbox.DeliveryTest do
   defp quiet(_row, :ok, _state), do: "done"
   defp quiet(_row, other, _state), do: inspect(other)
 
-  defp again?(state, row), do: Enum.any?(state.seen, fn {m, at} -> m.value == row and at != nil end)
+  defp again?(state, row),
+    do: Enum.any?(state.seen, fn {m, at} -> m.value == row and at != nil end)
 
   # Nothing is left in work but what the last row is about.
   defp settle_rest(state), do: for({message, _} <- state.seen, do: Kmq.ack(message))

@@ -56,6 +56,9 @@ defmodule OffBroadway.Kmq.Producer do
       `{:snooze, 5_000}`, `:release`, `{:reject, reason}`, `{:discard, reason}`, or `raise Kmq.Reject, "reason"`
     * beforehand: `Broadway.Message.configure_ack(message, on_failure: :reject)`
 
+  With `delivery: :offsets` or `:at_most_once` there are `:ack`, `:reject` and `:discard` only, and `:on_failure` has another default: see the guide
+  "Deliveries".
+
   The reason goes first, then what was configured for the message, then the producer's option. The reason's text is kept
   in the dead letter's `kmq-error` header.
 
