@@ -17,3 +17,40 @@ defmodule Kmq.Integration.BroadwayOrderingTest do
 
   run_bodies(Kmq.Test.Bodies.Ordering)
 end
+
+defmodule Kmq.Integration.OrderingCrashTest do
+  use ExUnit.Case
+
+  alias Kmq.Test.Scene
+
+  @moduletag :integration
+  @moduletag timeout: 120_000
+
+  test "a VM is killed: what it had in work comes again behind its successors, the rest in order" do
+    n = 600
+    scene = Scene.new(partitions: 2)
+    Scene.publish(scene, 0..(n - 1))
+    work = [options: [ordering: :partition], max_demand: 4, concurrency: 2, sleep: 1]
+    Scene.work_and_die(scene, Scene.vm(scene), [kill_at: 200] ++ work)
+    :ok = Scene.work(scene, Scene.vm(scene), work)
+    Scene.await_all(scene, n)
+
+    lines =
+      for line <-
+            scene.dir |> Path.join("handled") |> File.read!() |> String.split("\n", trim: true),
+          ["h" | numbers] <- [String.split(line)],
+          do: Enum.map(numbers, &String.to_integer/1)
+
+    for partition <- 0..1 do
+      first = for [number, 1, ^partition, _] <- lines, do: number
+      assert first == Enum.uniq(Enum.sort(first))
+      again = for [number, attempt, ^partition, _] when attempt > 1 <- lines, do: number
+      assert length(again) in 0..4
+      # All numbers of the partition, those in work at the crash among the later ones.
+      assert Enum.uniq(Enum.sort(first ++ again)) ==
+               Enum.filter(0..(n - 1), &(rem(&1, 2) == partition))
+    end
+
+    assert [_ | _] = for([number, attempt, _, _] when attempt > 1 <- lines, do: number)
+  end
+end

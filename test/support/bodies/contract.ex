@@ -273,7 +273,7 @@ defmodule Kmq.Test.Bodies.Contract do
 
   defp kill_and_kill(%{cluster: cluster, kind: kind}, ordering) do
     topic = queue(cluster, 4)
-    n = if System.get_env("KMQ_LONG") == "1", do: 50_000, else: 10_000
+    n = if System.get_env("KMQ_LONG") == "1", do: 50_000, else: 5_000
     publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 4)}))
     handled = :ets.new(:handled, [:public])
     limit = 3_000

@@ -409,6 +409,40 @@ defmodule Kmq.Test.Bodies.Ordering do
     refute_received {:at, _, _, _, _}
   end
 
+  body "delivery :offsets keeps the order of partitions unasked, across a stop, and in batches",
+       %{
+         cluster: cluster,
+         kind: kind
+       } do
+    topic = queue(cluster, 4)
+    n = 800
+    publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 4)}))
+    book = book()
+    options = options(cluster, topic, delivery: :offsets, on_failure: :ack)
+
+    extra = [
+      max_demand: 5,
+      batchers: [default: [concurrency: 2, batch_size: 10, batch_timeout: 50]],
+      batch_handler: fn :default, messages, info ->
+        for message <- messages do
+          assert info.batch_key == place(message)
+          work(book, place(message), message, fn -> :ok end)
+        end
+      end
+    ]
+
+    host = Host.start(kind, options, & &1, extra)
+    await(book, 200)
+    assert Host.stop(host) == :ok
+    host = Host.start(kind, options, & &1, extra)
+    await(book, n)
+    assert Host.stop(host) == :ok
+    assert {handled(book), overlaps(book)} == {n, 0}
+
+    for {_place, list} <- seen(book),
+        do: assert(Enum.map(list, &elem(&1, 0)) == Enum.to_list(0..199))
+  end
+
   body "without an order a partition_by is the user's own", %{cluster: cluster, kind: kind} do
     topic = queue(cluster, 2)
     publish(cluster, topic, for(i <- 1..200, do: {"#{i}", partition: rem(i, 2)}))
