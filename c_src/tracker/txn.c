@@ -113,6 +113,7 @@ static int producer_open(txn_job *job)
         if (!lane->producer) return KAFKA_EDEAD;
     }
     int rc = tracker_token_give_txn(job->token, &lane->token_seen, lane->producer, &job->error);
+    if (fresh && KMQ_FAILPOINT("txn_open")) rc = KAFKA_EDEAD;
     if (rc == KAFKA_OK && fresh) rc = kafka_txn_init(lane->producer, INIT_MS, &job->error);
     if (rc != KAFKA_OK) producer_close(lane);
     return rc;
@@ -172,6 +173,7 @@ static int ends_send(txn_job *job)
 static int transact(txn_job *job)
 {
     kafka_txn *producer = job->lane->producer;
+    if (KMQ_FAILPOINT("txn_begin")) return KAFKA_EDEAD;
     int rc = kafka_txn_begin(producer, &job->error);
     if (rc != KAFKA_OK) return rc;
     rc = kafka_txn_offsets(producer, job->group, &job->commit, 1, left_ms(job), &job->error);
