@@ -1,6 +1,8 @@
 /* daemon - see daemon.h. */
 #include "daemon.h"
 
+#include "http.h"
+
 #include <ei.h>
 #include <errno.h>
 #include <stdarg.h>
@@ -175,6 +177,7 @@ enum {
     DEAD_LETTERED,
     GONE,
     MALFORMED,
+    LATE_ACKS,
     CHECKPOINTS,
     GAPS,
     ALARMS,
@@ -193,6 +196,7 @@ static const metric_kind metrics[METRICS] = {
     [DEAD_LETTERED] = {"dead_lettered_total", "Messages written to the dead letter topic.", true},
     [GONE] = {"gone_total", "Due messages that were no longer in the queue topic.", true},
     [MALFORMED] = {"malformed_total", "Records of the marker topic that are not ours.", true},
+    [LATE_ACKS] = {"late_acks_total", "Acknowledgements of what had been redelivered already.", true},
     [CHECKPOINTS] = {"checkpoints_total", "Checkpoints written.", true},
     [GAPS] = {"marker_gaps_total", "Times that markers were deleted before they were read.", true},
     [ALARMS] = {"alarms_total", "Alarms, at most one each half minute of a kind.", true},
@@ -218,6 +222,7 @@ struct tracker_daemon {
     int out;
     series *series;
     time_t started;
+    long long restarts; /* since the metrics file was made */
 };
 
 static void count(tracker_daemon *daemon, int metric, const char *labels, double value)
@@ -313,6 +318,7 @@ static void measure(tracker_daemon *daemon, const event *e)
                     {"gone", GONE, "count", NULL},
                     {"malformed", MALFORMED, "malformed", NULL},
                     {"malformed", MALFORMED, "foreign", NULL},
+                    {"late_acks", LATE_ACKS, "count", NULL},
                     {"checkpoint", CHECKPOINTS, NULL, NULL},
                     {"marker_gap", GAPS, NULL, "reason"},
                     {"alarm", ALARMS, NULL, "reason"}};
@@ -336,7 +342,8 @@ static int level_of(const event *e)
     static const struct {
         const char *event;
         int level;
-    } levels[] = {{"alarm", 3}, {"marker_gap", 3}, {"error", 4}, {"dead_lettered", 4}, {"gone", 4}, {"malformed", 4}};
+    } levels[] = {{"alarm", 3}, {"marker_gap", 3}, {"error", 4},    {"dead_lettered", 4},
+                  {"gone", 4},  {"malformed", 4},  {"late_acks", 4}};
     if (strcmp(e->name, "log") == 0) return (int)number_of(e, "level");
     for (size_t i = 0; i < sizeof levels / sizeof levels[0]; i++)
         if (strcmp(e->name, levels[i].event) == 0) return levels[i].level;
@@ -430,12 +437,11 @@ void tracker_daemon_event(tracker_daemon *daemon, const char *term, size_t n)
 
 /* ------------------------------------------------------------------ the file */
 
-bool tracker_daemon_metrics(const tracker_daemon *daemon)
+static const char RESTARTS[] = "kmq_tracker_restarts_total";
+
+static text metrics_text(const tracker_daemon *daemon)
 {
     text out = {0};
-    char beside[4096];
-    const char *path = daemon->settings->metrics_file;
-    if (!path) return true;
     for (int metric = 0; metric < METRICS; metric++) {
         const char *name = metrics[metric].name;
         addf(&out, "# HELP kmq_tracker_%s %s\n# TYPE kmq_tracker_%s %s\n", name, metrics[metric].help, name,
@@ -450,19 +456,55 @@ bool tracker_daemon_metrics(const tracker_daemon *daemon)
          "# HELP kmq_tracker_start_time_seconds Since when this process runs.\n"
          "# TYPE kmq_tracker_start_time_seconds gauge\nkmq_tracker_start_time_seconds %lld\n",
          (long long)daemon->started);
+    addf(&out, "# HELP %s Starts after the first one that wrote this file.\n# TYPE %s counter\n%s %lld\n", RESTARTS,
+         RESTARTS, RESTARTS, daemon->restarts);
+    return out;
+}
+
+/* Replaced whole, so that a reader never sees half of it. */
+static bool write_file(const char *path, text out)
+{
+    char beside[4096];
     bool ok = !out.bad && snprintf(beside, sizeof beside, "%s.tmp", path) < (int)sizeof beside;
     FILE *file = ok ? fopen(beside, "w") : NULL;
     ok = file && fwrite(out.bytes, 1, out.n, file) == out.n;
     if (file) ok = fclose(file) == 0 && ok;
-    ok = ok && rename(beside, path) == 0;
-    free(out.bytes);
+    return ok && rename(beside, path) == 0;
+}
+
+bool tracker_daemon_metrics(const tracker_daemon *daemon)
+{
+    const char *path = daemon->settings->metrics_file;
+    if (!path && !daemon->settings->metrics_port) return true;
+    text out = metrics_text(daemon);
+    bool ok = !path || write_file(path, out);
+    if (daemon->settings->metrics_port && !out.bad)
+        tracker_http_publish(out.bytes, out.n);
+    else
+        free(out.bytes);
     return ok;
+}
+
+/* What the program before this one wrote there. */
+static long long restarts_before(const char *path)
+{
+    char line[512];
+    long long restarts = -1;
+    FILE *file = path ? fopen(path, "r") : NULL;
+    while (file && fgets(line, sizeof line, file))
+        if (strncmp(line, RESTARTS, sizeof RESTARTS - 1) == 0) restarts = strtoll(line + sizeof RESTARTS - 1, NULL, 10);
+    if (file) fclose(file);
+    return restarts;
 }
 
 tracker_daemon *tracker_daemon_new(const tracker_settings *settings, int out_fd)
 {
     tracker_daemon *daemon = calloc(1, sizeof *daemon);
-    if (daemon) *daemon = (tracker_daemon){.settings = settings, .out = out_fd, .started = time(NULL)};
+    if (daemon)
+        *daemon = (tracker_daemon){.settings = settings,
+                                   .out = out_fd,
+                                   .started = time(NULL),
+                                   .restarts = restarts_before(settings->metrics_file) + 1};
     return daemon;
 }
 

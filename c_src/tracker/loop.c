@@ -547,7 +547,7 @@ static void reply_info(tracker *t, int64_t id)
     tracker_put_atom(out, "partitions");
     for (tracker_part *part = t->parts; part; part = part->next) {
         ei_x_encode_list_header(out, 1);
-        ei_x_encode_map_header(out, 19);
+        ei_x_encode_map_header(out, 20);
         tracker_pair_text(out, "topic", part->queue->topic);
         tracker_pair_int(out, "partition", part->partition);
         tracker_pair_atom(out, "state", state_name(part->state));
@@ -559,6 +559,7 @@ static void reply_info(tracker *t, int64_t id)
         tracker_pair_int(out, "lag", lag_of(part));
         tracker_pair_int(out, "read", part->n_read);
         tracker_pair_int(out, "below", part->below);
+        tracker_pair_int(out, "late_acks", part->n_late);
         tracker_pair_int(out, "malformed", part->n_malformed);
         tracker_pair_int(out, "foreign", part->n_foreign);
         tracker_pair_int(out, "trimmed", part->trimmed);
@@ -566,6 +567,15 @@ static void reply_info(tracker *t, int64_t id)
     }
     ei_x_encode_empty_list(out);
     tracker_event_send(t);
+}
+
+static void late_tell(tracker *t, tracker_part *part)
+{
+    if (part->n_late == part->told_late) return;
+    tracker_part_event(t, "late_acks", part, 1);
+    tracker_pair_int(&t->scratch, "count", part->n_late - part->told_late);
+    tracker_event_send(t);
+    part->told_late = part->n_late;
 }
 
 static void malformed_tell(tracker *t, tracker_part *part)
@@ -586,7 +596,10 @@ static void gauges(tracker *t)
     for (size_t i = 0; i < t->config.n_queues; i++)
         waiting += (int64_t)(t->queues[i].copies.waits.n + t->queues[i].dead_letters.waits.n +
                              t->queues[i].copies.blocked.n + t->queues[i].dead_letters.blocked.n);
-    for (tracker_part *part = t->parts; part; part = part->next) malformed_tell(t, part);
+    for (tracker_part *part = t->parts; part; part = part->next) {
+        malformed_tell(t, part);
+        late_tell(t, part);
+    }
     tracker_event_begin(&t->scratch, "gauges", 3);
     tracker_pair_int(&t->scratch, "in_flight", (int64_t)t->n_active);
     tracker_pair_int(&t->scratch, "waiting", waiting);

@@ -15,6 +15,7 @@
 #endif
 
 #include "frame.h"
+#include "http.h"
 #include "tracker.h"
 
 static int signal_pipe[2];
@@ -60,6 +61,11 @@ int main(int argc, char **argv)
     /* A port program that is stopped (SIGSTOP) when its VM dies goes on, reads the end of stdin, and ends. */
     if (!daemon) prctl(PR_SET_PDEATHSIG, SIGCONT);
 #endif
+    if (daemon && settings.metrics_port && !tracker_http_start((int)settings.metrics_port)) {
+        fprintf(stderr, "kmq_tracker: metrics_port: cannot listen on 127.0.0.1:%d: %s\n", (int)settings.metrics_port,
+                strerror(errno));
+        return 2;
+    }
     int out = daemon ? STDOUT_FILENO : frame_private_stdout();
     if (out < 0 || pipe(signal_pipe) || ei_init()) {
         fprintf(stderr, "kmq_tracker: cannot start: %s\n", strerror(errno));

@@ -124,6 +124,16 @@ static void stopped_by_newer(tracker *t, tracker_part *part, const kafka_record 
         (long long)record->offset, version, type);
 }
 
+static int64_t set_size(const kmq_marker_set *set)
+{
+    kmq_marker_cursor cursor;
+    kmq_range run;
+    int64_t n = 0;
+    kmq_marker_set_begin(set, &cursor);
+    while (kmq_marker_set_next(&cursor, &run)) n += run.hi - run.lo;
+    return n;
+}
+
 /* False: read no further. */
 static bool read_record(tracker *t, tracker_part *part, const kafka_record *record)
 {
@@ -154,6 +164,7 @@ static bool read_record(tracker *t, tracker_part *part, const kafka_record *reco
         int64_t time_ms = tracker_clock_feed(&part->clock, record->timestamp_ms, t->now_ms,
                                              own ? part->clock_sent_ms : TRACKER_NOT_OURS);
         if (marker.type == KMQ_MARKER_PARK) marker.time_ms = tracker_clock_shifted(&part->clock, marker.time_ms);
+        int64_t open = kmq_lease_book_open(&part->book);
         switch (kmq_lease_book_apply(&part->book, &marker, record->offset, time_ms)) {
         case KMQ_OK: part->n_read++; break;
         case KMQ_ENOMEM: tracker_no_memory();
@@ -161,6 +172,8 @@ static bool read_record(tracker *t, tracker_part *part, const kafka_record *reco
             part->n_malformed++;
             part->odd_offset = record->offset;
         }
+        if (marker.type == KMQ_MARKER_END && marker.cause == KMQ_END_ACK && part->state == PART_READY)
+            part->n_late += set_size(&marker.set) - (open - kmq_lease_book_open(&part->book));
         part->position = record->offset + 1;
         if (own) barrier_passed(t, part);
         break;

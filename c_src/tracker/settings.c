@@ -1,6 +1,8 @@
 /* settings - see settings.h. */
 #include "settings.h"
 
+#include "http.h"
+
 #include <ctype.h>
 #include <errno.h>
 #include <stdarg.h>
@@ -167,6 +169,7 @@ static outcome set(reading *r, const char *key, char **value)
                    {"trim_records", 1, &config->trim_records},
                    {"transaction_timeout_ms", 1000, &config->transaction_timeout_ms},
                    {"metrics_interval_ms", 100, &settings->metrics_interval_ms},
+                   {"metrics_port", 1, &settings->metrics_port},
                    {"log_level", 0, &settings->log_level}};
     const struct {
         const char *key, *yes, *no;
@@ -297,6 +300,12 @@ const char *tracker_settings_read(const char *path, tracker_settings *out)
                 "OAUTHBEARER needs token_file = FILE (the token in its first line, read again every 30 s), or (where "
                 "librdkafka has it) kafka.sasl.oauthbearer.method = oidc");
     }
+    if (!error && out->metrics_port > 65535) error = wrong(path, 0, "metrics_port: not a port");
+    if (!error && out->metrics_port && !tracker_http_built())
+        error =
+            wrong(path, 0,
+                  "metrics_port: this program was built without it; build it with make HTTP=1 (it needs libmicrohttpd, "
+                  "libmicrohttpd-dev on Debian), or use metrics_file");
     if (error) tracker_settings_free(out);
     return error;
 }

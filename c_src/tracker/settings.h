@@ -25,7 +25,8 @@ typedef struct tracker_settings {
     char *metrics_file;    /* NULL = none */
     char *token_file;      /* of OAUTHBEARER, read again every 30 s; NULL = none */
     int64_t metrics_interval_ms;
-    int64_t log_level; /* syslog's: of librdkafka's lines, the most talkative that is shown */
+    int64_t metrics_port; /* 0 = none; of 127.0.0.1, where it was built in */
+    int64_t log_level;    /* syslog's: of librdkafka's lines, the most talkative that is shown */
 } tracker_settings;
 
 /* Reads a whole file. NULL, or what is wrong, in words (static buffer); then nothing is left to be freed. */

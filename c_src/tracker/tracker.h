@@ -223,6 +223,7 @@ struct tracker_part {
     int64_t mark_ms, mark_every_ms;
 
     int64_t n_read, n_malformed, n_foreign, told_malformed, told_foreign, odd_offset;
+    int64_t n_late, told_late; /* acks that came after the copy */
     tracker_sum redelivered[TRACKER_CAUSES], dead_lettered[TRACKER_CAUSES];
     int64_t n_gone, gone_offset;
     int64_t alarm_ms;

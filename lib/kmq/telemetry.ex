@@ -38,7 +38,9 @@ defmodule Kmq.Telemetry do
   | `[:kmq, :gone]` | `count` | `group, topic, partition, offsets` | due messages were no longer in the queue topic |
   | `[:kmq, :malformed]` | `count` | `group, topic, partition, kind` (`:malformed, :foreign`) | records of the marker topic that are not ours |
   | `[:kmq, :open]` | `count`, `oldest_age_ms`, `next_due_ms` (-1: never), `due` | `group, topic, partition` | handed out and not settled; of these due and not copied yet; each second |
-  | `[:kmq, :tracker, :lag]` | `lag` | `group, topic, partition` | markers it has not read yet; each second |
+  | `[:kmq, :tracker, :lag]` | `lag`, `checkpoint_age_ms` (-1: none is needed) | `group, topic, partition` | markers it has not read yet; the age of the checkpoint its commit refers to; each second |
+  | `[:kmq, :tracker, :work]` | `in_flight`, `waiting`, `restarts` | `group` | messages being copied, messages whose copy cannot be written just now, how often the program was started again; each second |
+  | `[:kmq, :tracker, :late_acks]` | `count` | `group, topic, partition` | acknowledged by somebody after they had been redelivered: these are handled twice |
   | `[:kmq, :tracker, :checkpoint]` | `open`, `parts`, `bytes` | `group, topic, partition` | what is open was written to the end of the marker topic, so that a restart need not read further back |
   | `[:kmq, :offset_reset]` | `from`, `to` | `group, topic, partition`, `reason` (`:marker_gap`), `cause` (`:retention, :no_commit, :no_checkpoint, :recreated`) | markers were deleted unread |
   | `[:kmq, :tracker, :start]` | `system_time` | `group` | a tracker program was started |

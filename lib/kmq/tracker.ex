@@ -586,7 +586,21 @@ defmodule Kmq.Tracker do
     )
   end
 
+  defp event(:late_acks, info, state) do
+    Telemetry.execute([:kmq, :tracker, :late_acks], %{count: info.count}, place(info, state))
+
+    Logger.warning(
+      "#{where(info, state)}: #{info.count} were acknowledged after they had been redelivered"
+    )
+  end
+
   defp event(:gauges, info, state) do
+    Telemetry.execute(
+      [:kmq, :tracker, :work],
+      %{in_flight: info.in_flight, waiting: info.waiting, restarts: state.restarts},
+      %{group: state.config.group_id}
+    )
+
     for partition <- info.partitions do
       meta = place(partition, state)
 
@@ -601,7 +615,11 @@ defmodule Kmq.Tracker do
         meta
       )
 
-      Telemetry.execute([:kmq, :tracker, :lag], %{lag: partition.lag}, meta)
+      Telemetry.execute(
+        [:kmq, :tracker, :lag],
+        %{lag: partition.lag, checkpoint_age_ms: partition.checkpoint_age_ms},
+        meta
+      )
     end
   end
 

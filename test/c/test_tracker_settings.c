@@ -124,6 +124,10 @@ static void refused(void **state)
         {BASE "queue = q\n", ":4: queue comes twice"},
         {BASE "kafka.bootstrap.servers = h\n", "comes twice"},
         {BASE "format = java\n", ":4: format"},
+        {BASE "metrics_port = 70000\n", "metrics_port: not a port"},
+#ifndef KMQ_HTTP
+        {BASE "metrics_port = 9404\n", "make HTTP=1"},
+#endif
         {BASE "queue.x.markers = m\n", ":4: unknown key"},
         {BASE "queue.q.marker = m\n", ":4: unknown key"},
         {BASE "nonsense\n", ":4: not \"key = value\""},
