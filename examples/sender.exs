@@ -1,0 +1,23 @@
+# Sends orders, one of ten for nobody. With worker.exs and tracker.exs: a queue in three operating system processes.
+#
+#   mix run examples/sender.exs [N]        KAFKA=host:port, default localhost:9092; the topic "orders" must be there
+
+n = String.to_integer(List.first(System.argv()) || "100")
+hosts = System.get_env("KAFKA", "localhost:9092")
+
+{:ok, publisher} = Kmq.Publisher.start_link(hosts: hosts)
+
+orders =
+  for i <- 1..n do
+    customer = if rem(i, 10) == 0, do: "nobody", else: "customer #{rem(i, 7)}"
+    {"orders", "order #{i}", key: customer}
+  end
+
+case Kmq.Publisher.publish_many(publisher, orders) do
+  {:ok, places} ->
+    IO.puts("sender: #{length(places)} orders sent")
+
+  {:error, error} ->
+    IO.puts(:stderr, "sender: #{inspect(error)}")
+    System.halt(1)
+end
