@@ -9,7 +9,7 @@
 -export([version/0, live/0, errors/0, busy/0, backoff/3]).
 -export([consumer_open/3, consumer_subscribe/1, consumer_topics/2, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_take/3, consumer_lanes/2, consumer_settle/3,
          consumer_retry/5, consumer_extend/3, consumer_reject/2, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
-         consumer_close/2, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/5, consumer_test_fatal/2, consumer_reopen/1]).
+         consumer_close/2, consumer_close/3, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/5, consumer_test_fatal/2, consumer_reopen/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
          publisher_set_token/5, publisher_reopen/1, publisher_test_fatal/1]).
 -export([admin_open/1, admin_close/1, admin_cluster_id/2, admin_partitions/3, admin_topics/2, admin_create_topic/6,
@@ -106,6 +106,8 @@ consumer_flush(_Ref) -> erlang:nif_error(not_loaded).
 consumer_drain(_Ref) -> erlang:nif_error(not_loaded).
 -spec consumer_close(ref(), non_neg_integer()) -> ok | failure().
 consumer_close(_Ref, _TimeoutMs) -> erlang:nif_error(not_loaded).
+-spec consumer_close(ref(), non_neg_integer(), Drain :: boolean()) -> ok | failure().
+consumer_close(_Ref, _TimeoutMs, _Drain) -> erlang:nif_error(not_loaded).
 -spec consumer_kill(ref()) -> ok | failure().
 consumer_kill(_Ref) -> erlang:nif_error(not_loaded).
 -spec consumer_info(ref()) -> {ok, map()} | failure().

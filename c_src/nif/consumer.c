@@ -441,14 +441,15 @@ KMQ_NIF(nif_consumer_drain)
     return unlock_result(env, e, 0, NULL);
 }
 
-/* consumer_close(Ref, TimeoutMs): a `{closed, ok | timeout}` event of poll ends it. */
+/* consumer_close(Ref, TimeoutMs[, Drain]): a `{closed, ok | timeout}` event of poll ends it. Drain (true), without markers: wait for what is in
+ * work. */
 KMQ_NIF(nif_consumer_close)
 {
-    (void)argc;
+    bool drain = argc < 3 || enif_compare(argv[2], atoms.true_) == 0;
     ErlNifSInt64 timeout;
     if (!enif_get_int64(env, argv[1], &timeout)) return enif_make_badarg(env);
     ENGINE_OR_RETURN(e)
-    engine_close_begin(e, engine_now() + timeout);
+    engine_close_begin(e, engine_now() + timeout, drain);
     return unlock_result(env, e, 0, NULL);
 }
 

@@ -284,7 +284,7 @@ static void close_leave(engine *e)
 }
 
 /* Without markers what is in work is waited for; leaving the group, with the last commit, takes the last quarter of the time, at most 2 s. */
-void engine_close_begin(engine *e, int64_t deadline)
+void engine_close_begin(engine *e, int64_t deadline, bool drain)
 {
     if (e->state != ENGINE_OPEN) return;
     int64_t now = engine_now(), reserve = (deadline - now) / 4;
@@ -293,6 +293,7 @@ void engine_close_begin(engine *e, int64_t deadline)
     e->close_deadline = deadline;
     e->close_drain_until = deadline - (reserve < 2000 ? reserve : 2000);
     e->close_step = CLOSE_DRAIN;
+    e->close_waits = drain;
     if (engine_marks(e)) close_leave(e);
     engine_notify_owner(e, 0);
 }
@@ -302,9 +303,8 @@ static void close_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
     if (e->state != ENGINE_CLOSING) return;
     bool over = now >= e->close_deadline;
     if (e->close_step == CLOSE_DRAIN) {
-        bool drained = modes_drained(e);
-        if (!drained && now < e->close_drain_until) return;
-        if (!drained) *events = enif_make_list_cell(env, atoms.undrained, *events);
+        if (!modes_drained(e, e->close_waits) && now < e->close_drain_until) return;
+        if (!modes_drained(e, true)) *events = enif_make_list_cell(env, atoms.undrained, *events);
         close_leave(e);
     }
     if (e->close_step == CLOSE_LEAVE && (kafka_consumer_closed(e->consumer) || over)) {

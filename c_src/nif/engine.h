@@ -188,6 +188,7 @@ struct engine {
     bool draining; /* nothing more is handed out */
     close_step close_step;
     int64_t close_deadline, close_drain_until;
+    bool close_waits; /* for what is in work, and not for its dead letters alone */
 
     bool commit_in_flight;
     int64_t commit_due;   /* INT64_MAX: nothing changed */
@@ -261,7 +262,7 @@ int engine_assign(engine *engine, const kafka_partition *partitions, const bool 
 int engine_reset(engine *engine, part *part, int64_t offset, int64_t committed, kafka_error *err);
 int engine_rebuild(engine *engine, kafka_error *err);
 engine *consumer_engine(ErlNifEnv *env, ERL_NIF_TERM term); /* of a consumer's term, or NULL; no lock needed */
-void engine_close_begin(engine *engine, int64_t deadline);
+void engine_close_begin(engine *engine, int64_t deadline, bool drain);
 void engine_kill(engine *engine); /* at once, from any state; never blocks */
 void engine_free(engine *engine); /* no lock: nobody else is there any more */
 part *engine_find(engine *engine, const char *topic, int32_t partition);
@@ -310,7 +311,8 @@ int modes_leave(engine *engine, part *part, int slot, int64_t offset);
 bool modes_expire(engine *engine, part *part);
 void modes_say(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
 int64_t modes_due(engine *engine, int64_t now);
-bool modes_drained(engine *engine);
+/* Nothing is in work (all), or no dead letter waits to be written. */
+bool modes_drained(engine *engine, bool all);
 void modes_flush(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
 
 /* -- pump.c */

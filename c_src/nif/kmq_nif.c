@@ -210,6 +210,7 @@ static ErlNifFunc functions[] = {
     {"consumer_flush", 1, nif_consumer_flush, 0},
     {"consumer_drain", 1, nif_consumer_drain, 0},
     {"consumer_close", 2, nif_consumer_close, 0},
+    {"consumer_close", 3, nif_consumer_close, 0},
     {"consumer_kill", 1, nif_consumer_kill, 0},
     {"consumer_info", 1, NORMAL(consumer_info), 0},
     {"consumer_pause", 4, nif_consumer_pause, 0},

@@ -230,12 +230,12 @@ int64_t modes_due(engine *e, int64_t now)
     return due;
 }
 
-bool modes_drained(engine *e)
+bool modes_drained(engine *e, bool all)
 {
     int64_t open = (int64_t)e->n_letters;
     for (size_t i = 0; i < e->n_assigned && !open && !e->config.bare; i++) {
         enif_mutex_lock(e->active[i]->lock);
-        open = modes_open(e->active[i]);
+        open = all ? modes_open(e->active[i]) : kmq_offset_set_count(&e->active[i]->letters);
         enif_mutex_unlock(e->active[i]->lock);
     }
     return !open;

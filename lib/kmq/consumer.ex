@@ -24,9 +24,10 @@ defmodule Kmq.Consumer do
   @call_margin_ms 5_000
 
   # waiting: pulls that found nothing, oldest first: [{from, max, timer, monitor}]
+  # pullers: who has pulled, where an end waits for what is in work
   # opening: the monitor of the process that opens the handle anew; it may take as long as Kafka does, and pulls must end in time
   # fenced: why it is no member any more, for good
-  defstruct [:config, :key, :handle, :monitor, :opening, :fenced, waiting: []]
+  defstruct [:config, :key, :handle, :monitor, :opening, :fenced, waiting: [], pullers: %{}]
 
   @max_pull 1_000_000
   @max_wait_ms 86_400_000
@@ -90,9 +91,17 @@ defmodule Kmq.Consumer do
   @spec update_topics(GenServer.server(), [String.t()]) :: :ok | {:error, Error.t()}
   defdelegate update_topics(consumer, topics), to: Kmq.Control
 
-  @doc "Leaves the group: acks and commits are written, what is not settled comes again after its lease."
+  @doc """
+  Leaves the group: acks and commits are written, what is not settled comes again (after its lease).
+
+  With `delivery: :offsets` it waits, for `:drain_timeout` at most, while another process that has pulled is alive and something is in work: that may
+  still be settled. For what the caller itself has pulled it does not wait.
+  """
   @spec stop(GenServer.server(), timeout) :: :ok
-  def stop(consumer, timeout \\ :infinity), do: GenServer.stop(consumer, :normal, timeout)
+  def stop(consumer, timeout \\ :infinity) do
+    GenServer.cast(consumer, {:stopper, self()})
+    GenServer.stop(consumer, :normal, timeout)
+  end
 
   # Checked in the caller: a wrong argument is its own bug, and not the consumer's.
   defp within!(value, _name, least, most)
@@ -135,11 +144,15 @@ defmodule Kmq.Consumer do
          %{state | waiting: state.waiting ++ [{from, max, timer, Process.monitor(pid)}]}}
 
       messages ->
-        {:reply, messages, state}
+        {:reply, messages, pulled(state, pid)}
     end
   end
 
   def handle_call(:handle, _from, state), do: {:reply, state.handle, state}
+
+  @impl true
+  def handle_cast({:stopper, pid}, state),
+    do: {:noreply, %{state | pullers: Map.delete(state.pullers, pid)}}
 
   @impl true
   def handle_info({:kmq, ref, :ready}, %{handle: %{ref: ref}} = state),
@@ -216,12 +229,29 @@ defmodule Kmq.Consumer do
   def terminate(_reason, %{handle: nil}), do: :ok
 
   def terminate(_reason, state) do
-    with {:error, error} <- Handle.close(state.handle, state.config.drain_timeout) do
+    drain? =
+      Enum.any?(state.pullers, fn {pid, _} -> node(pid) != node() or Process.alive?(pid) end)
+
+    with {:error, error} <- Handle.close(state.handle, state.config.drain_timeout, drain?) do
       Logger.warning("kmq: #{inspect(state.key)}: closed, but not in order: #{inspect(error)}")
     end
 
     :ok
   end
+
+  # Who may have something in work, where an end waits for that. Those that have ended are forgotten now and then.
+  defp pulled(%{config: %{delivery: :offsets}} = state, pid) do
+    known = state.pullers
+
+    known =
+      if map_size(known) >= 100 and not is_map_key(known, pid),
+        do: Map.filter(known, fn {pid, _} -> node(pid) != node() or Process.alive?(pid) end),
+        else: known
+
+    %{state | pullers: Map.put(known, pid, true)}
+  end
+
+  defp pulled(state, _pid), do: state
 
   defp attached(state, handle) do
     Handle.attach(handle, self())
@@ -249,7 +279,8 @@ defmodule Kmq.Consumer do
 
       messages ->
         reply(waiter, messages)
-        serve(%{state | waiting: rest})
+        {{pid, _tag}, _, _, _} = waiter
+        serve(pulled(%{state | waiting: rest}, pid))
     end
   end
 

@@ -262,10 +262,12 @@ defmodule Kmq.Handle do
   @doc """
   Leaves the group: what was not handed out is the group's again, what is still open goes back at no attempt, ENDs and
   the last commit are acknowledged. After `timeout` ms it ends all the same, and says so.
+
+  Without markers it waits for what is in work, unless `drain?` is false.
   """
-  @spec close(t, non_neg_integer) :: :ok | {:error, Error.t()}
-  def close(%__MODULE__{pid: pid}, timeout) do
-    case call(pid, {:close, timeout}, timeout + 3_000) do
+  @spec close(t, non_neg_integer, boolean) :: :ok | {:error, Error.t()}
+  def close(%__MODULE__{pid: pid}, timeout, drain? \\ true) do
+    case call(pid, {:close, timeout, drain?}, timeout + 3_000) do
       {:error, %Error{reason: :closed}} -> :ok
       other -> other
     end
@@ -461,8 +463,8 @@ defmodule Kmq.Handle do
     {:noreply, %{state | seeks: Map.put(state.seeks, monitor, {from, place})}}
   end
 
-  def handle_call({:close, timeout}, from, state) do
-    {:noreply, close_begin(%{state | closers: [from | state.closers]}, timeout)}
+  def handle_call({:close, timeout, drain?}, from, state) do
+    {:noreply, close_begin(%{state | closers: [from | state.closers]}, timeout, drain?)}
   end
 
   def handle_call({:with_topics, topics}, _from, state),
@@ -1124,12 +1126,13 @@ defmodule Kmq.Handle do
 
   # ---- the end
 
-  defp close_begin(%{closing: true} = state, _timeout), do: state
+  defp close_begin(state, timeout, drain? \\ true)
+  defp close_begin(%{closing: true} = state, _timeout, _drain?), do: state
 
-  defp close_begin(state, timeout) do
+  defp close_begin(state, timeout, drain?) do
     state = stop_resolvers(state)
 
-    case :kmq_nif.consumer_close(state.ref, timeout) do
+    case :kmq_nif.consumer_close(state.ref, timeout, drain?) do
       :ok ->
         :erlang.start_timer(timeout + 1_000, self(), :kill)
         poll(%{state | closing: true})

@@ -40,6 +40,7 @@ defmodule Kmq.CrashTest do
           {"start_handout=kill", true},
           {"start_handout=kill@5", false},
           {"handout_commit=kill@4", false},
+          {"commit_ack=kill@3", false},
           {"ack_end=kill", false}
         ] do
       test "killed at #{point}: a successor finishes its work" do

@@ -66,6 +66,34 @@ defmodule Kmq.Integration.DeliveryTest do
     assert [_, _] = for({name, _} <- all, String.starts_with?(name, topic), do: name)
   end
 
+  test "no topic is needed but a dead letter topic, where messages go to it for certain; a compacted queue will do",
+       %{
+         cluster: cluster
+       } do
+    topic = queue(cluster, 2, "q", config: [{"cleanup.policy", "compact"}])
+    options = options(cluster, topic, delivery: :offsets, create_topics: false)
+
+    mine = fn ->
+      {:ok, all} = Kmq.Test.Kafka.topics(cluster.hosts)
+      Enum.sort(for {name, _} <- all, String.starts_with?(name, topic), do: name)
+    end
+
+    assert {:error, error} = Topics.check(options)
+    assert error.reason == :dead_letter_topic_missing
+    assert error.message =~ "kafka-topics.sh"
+    refute error.message =~ "markers"
+    assert Topics.check(options ++ [on_failure: :ack]) == {:ok, %{topic => 2}}
+    assert Topics.check(Keyword.put(options, :delivery, :at_most_once)) == {:ok, %{topic => 2}}
+    consumer = consumer(options)
+    publish(cluster, topic, [{"a", key: "k"}])
+    assert Kmq.ack(pull(consumer, 1), sync: true) == :ok
+    assert mine.() == [topic]
+
+    assert Topics.create(options) == {:ok, %{topic => 2}}
+    assert mine.() == [topic, topic <> "__undelivered"]
+    assert Topics.check(options) == {:ok, %{topic => 2}}
+  end
+
   test "a dead letter is the tracker's, byte for byte, also when the handler has changed its message",
        %{
          cluster: cluster
@@ -284,6 +312,38 @@ defmodule Kmq.Integration.DeliveryTest do
     third = consumer(options.(1_000))
     assert [%{value: "c", attempt: 1}] = messages = pull(third, 1)
     assert Kmq.ack(messages) == :ok
+  end
+
+  test "a stop waits for what others have in work, not for what its caller has", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ["theirs"])
+    options = options(cluster, topic, delivery: :offsets, drain_timeout: 60_000)
+    consumer = consumer(options)
+    me = self()
+
+    worker =
+      spawn_link(fn ->
+        [message] = pull(consumer, 1)
+        send(me, :pulled)
+        receive(do: (:ack -> send(me, {:acked, Kmq.ack(message)})))
+        Process.sleep(:infinity)
+      end)
+
+    assert_receive :pulled, scaled(15_000)
+    stop = Task.async(fn -> Consumer.stop(consumer) end)
+    assert Task.yield(stop, 300) == nil
+    send(worker, :ack)
+    assert_receive {:acked, :ok}, scaled(5_000)
+    assert Task.await(stop, scaled(15_000)) == :ok
+    assert committed(cluster, options)[0] == 1
+
+    publish(cluster, topic, ["mine"])
+    consumer = consumer(options)
+    assert [%{value: "mine"}] = pull(consumer, 1)
+    assert Consumer.stop(consumer, scaled(15_000)) == :ok
+    assert committed(cluster, options)[0] == 1
   end
 
   # ---- pipelines

@@ -447,4 +447,59 @@ defmodule Kmq.ConfigTest do
     assert ordering.(delivery: :offsets, on_failure: :ack, ordering: :key) == :key
     assert ordering.(delivery: :at_most_once, on_failure: :ack) == :none
   end
+
+  describe "deliveries without markers" do
+    test "a failed message is kept where nothing is said, or dropped where that is what was asked for" do
+      assert config([]).on_failure == :retry
+      assert config(delivery: :offsets).on_failure == :reject
+      assert config(delivery: :at_most_once).on_failure == :discard
+      assert config(delivery: :offsets, on_failure: :ack).on_failure == :ack
+    end
+
+    test "what is not to be had is refused, with what is" do
+      assert message(delivery: :offsets, on_failure: :retry) ==
+               "invalid value for :on_failure option: :retry needs delivery: :markers; with delivery: :offsets nothing is delivered again, " <>
+                 "so it is one of :ack, :reject, :discard"
+
+      assert message(delivery: :at_most_once, on_success: :manual) =~
+               "invalid value for :on_success option: :manual needs delivery: :markers; with delivery: :at_most_once"
+
+      assert {:error, %Error{message: message}} =
+               Config.new(@base ++ [delivery: :offsets], :tracker)
+
+      assert message ==
+               "invalid value for :delivery option: a tracker reads markers, and delivery: :offsets has none"
+    end
+
+    test "options about markers say that they do nothing" do
+      log = fn options ->
+        ExUnit.CaptureLog.capture_log(fn -> Config.new(@base ++ options, :producer) end)
+      end
+
+      options = [lease: 5_000, marker_topic: "m", backoff: [1], tracker: :embedded]
+      assert log.(options) == ""
+
+      assert log.([delivery: :offsets] ++ options) =~
+               "these options do nothing here: :marker_topic, :lease, :backoff"
+    end
+
+    test "a dead letter topic must be there where messages go to it for certain" do
+      needed = &config([delivery: :offsets] ++ &1).dead_letters
+      assert config([]).dead_letters == :required
+      assert needed.([]) == :required
+      assert needed.(on_failure: :ack) == :optional
+      assert needed.(on_failure: :discard, on_success: :reject) == :required
+      assert needed.(on_failure: :ack, ttl: 5) == :required
+      assert needed.(on_failure: :ack, ttl: 5, on_expired: :discard) == :optional
+      assert config(delivery: :at_most_once).dead_letters == :optional
+      {:ok, pull} = Config.new(@base ++ [delivery: :offsets], :consumer)
+      assert {pull.dead_letters, pull.on_failure} == {:optional, nil}
+    end
+
+    test "a group whose marker topic would have no name has none" do
+      long = String.duplicate("g", 240)
+      assert message(group_id: long) =~ "name one by :marker_topic"
+      assert config(group_id: long, delivery: :offsets).group_id == long
+    end
+  end
 end
