@@ -297,11 +297,23 @@ defmodule Kmq.Security do
   end
 
   defp told(name, function) do
-    case function.() do
-      value when is_binary(value) -> value
-      value when is_atom(value) or is_number(value) or is_list(value) -> to_string(value)
-      _other -> raise ArgumentError, "the function given for #{name} gave no string"
+    case value_of(function) do
+      {:ok, value} when is_binary(value) -> value
+      {:ok, value} when is_atom(value) or is_number(value) or is_list(value) -> to_string(value)
+      {:ok, _other} -> no_string(name, "gave no string")
+      {:raised, what} -> no_string(name, "raised #{inspect(what)}")
     end
+  end
+
+  # The message of what is raised, and the arguments in its stack trace, may hold what it was about to give.
+  defp value_of(function) do
+    {:ok, function.()}
+  rescue
+    error -> {:raised, error.__struct__}
+  end
+
+  defp no_string(name, why) do
+    reraise ArgumentError, [message: "the function given for #{name} #{why}"], []
   end
 
   @doc "Where tokens come from, or nil."
@@ -341,19 +353,23 @@ defmodule Kmq.Security do
   @doc "As `:kmq_nif.consumer_open/3`."
   @spec consumer_open(props, props, map) :: {:ok, reference} | {:error, term}
   def consumer_open(props, producer_props, options) do
-    native(fn -> :kmq_nif.consumer_open(reveal(props), reveal(producer_props), options) end)
+    {props, producer_props} = {reveal(props), reveal(producer_props)}
+    native(fn -> :kmq_nif.consumer_open(props, producer_props, options) end)
   end
 
   @doc "As `:kmq_nif.publisher_open/2`."
   @spec publisher_open(props, map) :: {:ok, reference} | {:error, term}
-  def publisher_open(props, options),
-    do: native(fn -> :kmq_nif.publisher_open(reveal(props), options) end)
+  def publisher_open(props, options) do
+    props = reveal(props)
+    native(fn -> :kmq_nif.publisher_open(props, options) end)
+  end
 
   @doc "As `:kmq_nif.admin_open/1`, with a token where one is needed: that may take up to `timeout_ms`."
   @spec admin_open(props, pos_integer) :: {:ok, reference} | {:error, term}
   def admin_open(props, timeout_ms) do
     with {:ok, token} <- token(token_source(props), timeout_ms),
-         {:ok, admin} <- native(fn -> :kmq_nif.admin_open(reveal(props)) end),
+         plain = reveal(props),
+         {:ok, admin} <- native(fn -> :kmq_nif.admin_open(plain) end),
          do: with_token(admin, token)
   end
 

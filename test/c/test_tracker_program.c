@@ -219,6 +219,87 @@ static void speaks(void **state)
     assert_int_equal(ends(&p, LIMIT_MS), 0);
 }
 
+typedef struct token_case {
+    const char *token;
+    long long expires_ms;
+    const char *principal, *extension; /* NULL: not there */
+    const char *answer;
+} token_case;
+
+static void send_token(peer *p, long id, const token_case *c)
+{
+    ei_x_buff x;
+    command_begin(&x, id, "token");
+    ei_x_encode_map_header(&x, !!c->token + !!c->expires_ms + !!c->principal + !!c->extension + 1);
+    if (c->token) ei_x_encode_atom(&x, "token"), text(&x, c->token);
+    if (c->expires_ms) ei_x_encode_atom(&x, "expires_ms"), ei_x_encode_longlong(&x, c->expires_ms);
+    if (c->principal) ei_x_encode_atom(&x, "principal"), text(&x, c->principal);
+    if (c->extension) {
+        ei_x_encode_atom(&x, "extensions");
+        ei_x_encode_list_header(&x, 1);
+        ei_x_encode_tuple_header(&x, 2);
+        text(&x, c->extension);
+        text(&x, "v");
+        ei_x_encode_empty_list(&x);
+    }
+    ei_x_encode_atom(&x, "of_a_later_version");
+    ei_x_encode_longlong(&x, 1);
+    send_frame(p, &x);
+    ei_x_free(&x);
+}
+
+/* In any state; what is wrong is named, and nothing of it is kept. */
+static void takes_tokens(void **state)
+{
+    (void)state;
+    static const token_case cases[] = {
+        {"t", 4000000000000, "me", NULL, "ok"},
+        {"t", 4000000000000, "me", "cluster", "ok"},
+        {NULL, 4000000000000, "me", NULL, "token"},
+        {"", 4000000000000, "me", NULL, "token"},
+        {"t", 0, "me", NULL, "expires_ms"},
+        {"t", -5, "me", NULL, "expires_ms"},
+        {"t", 4000000000000, NULL, NULL, "principal"},
+        {"t", 1, "me", NULL, "ok"},
+    };
+    enum { CASES = sizeof cases / sizeof cases[0] };
+    peer p = ready();
+    for (long round = 0; round < 2; round++) {
+        for (size_t i = 0; i < CASES; i++) {
+            char want[128];
+            long id = 100 * round + (long)i + 10;
+            bool ok = strcmp(cases[i].answer, "ok") == 0;
+            snprintf(want, sizeof want, ok ? "{%ld, %s}" : "{%ld, {error, {badarg, %s}}}", id, cases[i].answer);
+            send_token(&p, id, &cases[i]);
+            expect_term(&p, want);
+        }
+        send_command(&p, 1, "token");
+        expect_term(&p, "{1, {error, {badarg, args}}}");
+        if (round == 0) {
+            send_configure(&p, 2, "127.0.0.1:1");
+            expect_term(&p, "{2, ok}");
+        }
+    }
+    end_input(&p);
+    assert_int_equal(ends(&p, LIMIT_MS), 0);
+}
+
+/* At 80 % of the life of the last one, at the soonest after a second. */
+static void wants_the_next_token(void **state)
+{
+    (void)state;
+    static const token_case brief = {"t", 1, "me", NULL, "ok"}; /* over already */
+    peer p = ready();
+    char got[4096] = "";
+    send_token(&p, 1, &brief);
+    expect_term(&p, "{1, ok}");
+    send_configure(&p, 2, "127.0.0.1:1");
+    for (int i = 0; i < 100 && strncmp(got, "{0, {event, token", 17) != 0; i++) expect(&p, true, got, sizeof got);
+    assert_memory_equal(got, "{0, {event, token", 17);
+    end_input(&p);
+    assert_int_equal(ends(&p, LIMIT_MS), 0);
+}
+
 static void byte_by_byte(void **state)
 {
     (void)state;
@@ -390,6 +471,8 @@ int main(int argc, char **argv)
     ei_init();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(speaks),
+        cmocka_unit_test(takes_tokens),
+        cmocka_unit_test(wants_the_next_token),
         cmocka_unit_test(byte_by_byte),
         cmocka_unit_test(malformed_input_ends_it),
         cmocka_unit_test(half_a_frame_then_nothing),

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "daemon.h"
+#include "token.h"
 
 static char dir[64];
 
@@ -133,6 +134,8 @@ static void refused(void **state)
         {BASE "nonsense\n", ":4: not \"key = value\""},
         {BASE "kafka.sasl.password = env:KMQ_TEST_NOT_SET\n", "cannot be read"},
         {BASE "kafka.sasl.password = file:/nowhere/at all\n", "cannot be read"},
+        {BASE "kafka.sasl.mechanism = OAUTHBEARER\n", "OAUTHBEARER needs token_file"},
+        {BASE "token_file = a\ntoken_file = b\n", ":5: token_file comes twice"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         tracker_settings s;
@@ -144,6 +147,50 @@ static void refused(void **state)
     assert_non_null(tracker_settings_read("/nowhere/conf", &s));
     /* a secret with a wrong key beside it is not shown */
     assert_null(strstr(read_text(BASE "trim_markers = pa55word\n", &s), "pa55word"));
+}
+
+static void tokens(void **state)
+{
+    (void)state;
+    tracker_settings s;
+    assert_null(read_text(BASE "kafka.sasl.mechanisms = OAUTHBEARER\ntoken_file = /run/token\n", &s));
+    assert_string_equal(s.token_file, "/run/token");
+    tracker_settings_free(&s);
+    assert_null(read_text(BASE "kafka.sasl.mechanism = OAUTHBEARER\nkafka.sasl.oauthbearer.method = oidc\n", &s));
+    tracker_settings_free(&s);
+
+    static const struct {
+        const char *text, *wrong;
+    } files[] = {{"", "is empty"},
+                 {"\nabc", "is empty"},
+                 {"a b\n", "does not hold a token"},
+                 {"a\tb", "does not hold a token"},
+                 {"\xc3\xa4", "does not hold a token"},
+                 {"abc.def.-_\r\nand more", NULL},
+                 {"abc.def.-_", NULL}};
+    kafka_token token;
+    for (size_t i = 0; i < sizeof files / sizeof files[0]; i++) {
+        put("secret", files[i].text);
+        const char *wrong = tracker_token_read(path_of("secret"), &token);
+        if (files[i].wrong) {
+            assert_non_null(wrong);
+            assert_string_equal(wrong, files[i].wrong);
+            continue;
+        }
+        assert_null(wrong);
+        assert_string_equal(token.token, "abc.def.-_");
+        assert_true(token.expires_ms > 1700000000000);
+        tracker_token_clear(&token);
+    }
+    assert_non_null(tracker_token_read("/nowhere/token", &token));
+    assert_non_null(tracker_token_read(dir, &token));
+    char *huge = malloc(100000);
+    assert_non_null(huge);
+    memset(huge, 'a', 99999);
+    huge[99999] = 0;
+    put("secret", huge);
+    free(huge);
+    assert_string_equal(tracker_token_read(path_of("secret"), &token), "is longer than a token");
 }
 
 static char *content(const char *name)
@@ -258,10 +305,8 @@ int main(void)
 {
     ei_init();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(defaults),
-        cmocka_unit_test(everything),
-        cmocka_unit_test(refused),
-        cmocka_unit_test(says),
+        cmocka_unit_test(defaults), cmocka_unit_test(everything), cmocka_unit_test(refused),
+        cmocka_unit_test(tokens),   cmocka_unit_test(says),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }

@@ -8,7 +8,7 @@ defmodule Kmq.Integration.SecurityTest do
   import Kmq.Test.Eventually
 
   alias Kmq.{Consumer, Publisher, Topics}
-  alias Kmq.Test.{Kafka, Scene, SecuredKafka}
+  alias Kmq.Test.{Kafka, Scene, SecuredKafka, VM}
 
   @moduletag :integration
   @moduletag :secured
@@ -402,5 +402,323 @@ defmodule Kmq.Integration.SecurityTest do
 
     refute_received {[:kmq, :error], _,
                      %{error: %{name: "GROUP_AUTHORIZATION_FAILED", message: "no right" <> _}}}
+  end
+
+  # ---- tokens
+
+  test "short-lived tokens: renewed in time for all clients by one call; a function that fails is said once, and all go on",
+       context do
+    test = self()
+    mode = start_supervised!({Agent, fn -> :good end})
+
+    fun = fn ->
+      send(test, :asked)
+
+      if Agent.get(mode, & &1) == :good,
+        do: {:ok, SecuredKafka.token("root", 4_000)},
+        else: raise("hunter2")
+    end
+
+    topic = queue(context.cluster, 1, "bearer")
+    client = bearer(context, fun)
+    consumer = consumer(secured(context, topic, context.sasl, client))
+    {:ok, publisher} = Publisher.start_link(hosts: context.sasl, client_config: client)
+
+    turn = fn value ->
+      {:ok, _} = Publisher.publish(publisher, topic, value)
+      assert [%{value: ^value} = message] = pull(consumer, 1, 20_000)
+      :ok = Kmq.retry(message, delay: 0)
+      assert [%{value: ^value, attempt: 2} = again] = pull(consumer, 1, 20_000)
+      :ok = Kmq.ack(again, sync: true)
+    end
+
+    # over two lives: the broker closes connections whose token has ended
+    began = System.monotonic_time(:millisecond)
+
+    log =
+      capture_log(fn ->
+        turn.("1")
+        eventually(fn -> assert System.monotonic_time(:millisecond) - began > 7_000 end, 8_000)
+        turn.("2")
+      end)
+
+    refute log =~ "_AUTHENTICATION"
+    asked = received(:asked)
+
+    # consumer, marker producer, publisher, admin calls and the tracker's eight or so clients share it: one each 2.8 s or later
+    assert asked <= div(System.monotonic_time(:millisecond) - began, 2_800) + 2
+
+    log =
+      capture_log(fn ->
+        Agent.update(mode, fn _ -> :bad end)
+        eventually(fn -> assert received(:asked) > 0 end)
+        # until what they have is over
+        ends = System.monotonic_time(:millisecond) + 4_500
+        eventually(fn -> assert System.monotonic_time(:millisecond) > ends end, 6_000)
+        Agent.update(mode, fn _ -> :good end)
+        turn.("3")
+      end)
+
+    assert length(
+             Regex.scan(
+               ~r/no OAUTHBEARER token from the function of :sasl: it raised RuntimeError/,
+               log
+             )
+           ) == 1
+
+    refute log =~ "hunter2"
+    :ok = Publisher.close(publisher)
+  end
+
+  defp received(message) do
+    receive do
+      ^message -> 1 + received(message)
+    after
+      0 -> 0
+    end
+  end
+
+  test "the daemon takes its token from a file, waits for one, and shows no secret", context do
+    dir = Path.join(System.tmp_dir!(), unique("kmq-token"))
+    File.mkdir_p!(dir)
+    on_exit(fn -> File.rm_rf!(dir) end)
+    [conf, log, file] = for name <- ["conf", "log", "token"], do: Path.join(dir, name)
+    topic = queue(context.cluster, 1, "daemon")
+    group = unique("g")
+    {:ok, _} = Topics.create(hosts: context.cluster.hosts, topics: [topic], group_id: group)
+    File.write!(file, "")
+    File.write!(log, "")
+
+    File.write!(conf, """
+    group = #{group}
+    queue = #{topic}
+    log_level = 7
+    token_file = #{file}
+    kafka.bootstrap.servers = #{context.sasl}
+    kafka.security.protocol = SASL_SSL
+    kafka.ssl.ca.location = #{context.ca}
+    kafka.sasl.mechanism = OAUTHBEARER
+    kafka.sasl.password = env:KMQ_TEST_PASSWORD
+    """)
+
+    script = ~S("$0" --config "$1" </dev/null >"$2" 2>&1 & echo $!; cat; kill $! 2>/dev/null)
+
+    port =
+      Port.open({:spawn_executable, "/bin/sh"}, [
+        :binary,
+        line: 100,
+        env: [{~c"KMQ_TEST_PASSWORD", ~c"hunter2"}],
+        args: ["-c", script, to_string(:kmq_port.program(~c"kmq_tracker")), conf, log]
+      ])
+
+    assert_receive {^port, {:data, {:eol, pid}}}, scaled(5_000)
+    on_exit(fn -> System.cmd("kill", ["-KILL", pid], stderr_to_stdout: true) end)
+    eventually(fn -> assert File.read!(log) =~ "token_file: #{file}: is empty" end)
+    token = SecuredKafka.token("root", 60_000)
+    File.write!(file, token <> "\n")
+
+    # clear, so that only the daemon's way in matters
+    options = options(context.cluster, topic, group_id: group, tracker: :external)
+    consumer = consumer(options)
+    publish(context.cluster, topic, ["m"])
+    assert [message] = pull(consumer, 1)
+    :ok = Kmq.retry(message, delay: 0)
+    assert [%{attempt: 2} = again] = pull(consumer, 1, 30_000)
+    :ok = Kmq.ack(again, sync: true)
+
+    shown = File.read!(log) <> File.read!("/proc/#{pid}/cmdline")
+    for secret <- [token, "hunter2"], do: refute(shown =~ secret)
+    System.cmd("kill", ["-TERM", pid])
+    eventually(fn -> not VM.os_alive?(String.to_integer(pid)) end)
+    Port.close(port)
+  end
+
+  # ---- secrets
+
+  test "no secret in a log, an inspect, a status, a crash report, an argument or an environment",
+       context do
+    secrets = [SecuredKafka.password("root"), SecuredKafka.key_password(), "receipts-hunter2"]
+    :ok = SecuredKafka.allow(context.cluster.hosts, "app", everything())
+    topic = queue(context.cluster, 1, "secret")
+    level = Logger.level()
+    Logger.configure(level: :debug)
+    on_exit(fn -> Logger.configure(level: level) end)
+
+    # all of librdkafka's own words, too
+    debug = [common: [debug: "all"]]
+
+    options =
+      secured(context, topic, context.sasl, client(context, "root"),
+        kafka_config: debug,
+        receipt_secret: "receipts-hunter2"
+      )
+
+    mutual = [
+      hosts: context.mutual,
+      client_config: [ssl: certificate(context)],
+      kafka_config: debug
+    ]
+
+    log =
+      capture_log([level: :debug], fn ->
+        Process.flag(:trap_exit, true)
+        {:ok, supervisor} = Supervisor.start_link([], strategy: :one_for_one)
+        # the options as a user writes them
+        {:ok, consumer} = Supervisor.start_child(supervisor, {Consumer, options})
+        {:ok, publisher} = Supervisor.start_child(supervisor, {Publisher, mutual})
+        {:ok, _} = Publisher.publish(publisher, topic, "m")
+        assert [message] = pull(consumer, 1)
+        :ok = Kmq.retry(message, delay: 0)
+        assert [again] = pull(consumer, 1, 20_000)
+        assert Kmq.receipt(again) =~ "kmq1."
+        :ok = Kmq.ack(again, sync: true)
+
+        state = :sys.get_state(consumer)
+        [{handle, _}] = Registry.lookup(Kmq.Registry, {:handle, state.key})
+
+        trackers =
+          for {_, pid, _, _} <- DynamicSupervisor.which_children(Kmq.TrackerSupervisor), do: pid
+
+        assert trackers != []
+
+        for pid <- [supervisor, consumer, publisher, handle | trackers] do
+          clean(secrets, :sys.get_status(pid))
+          clean(secrets, :sys.get_state(pid))
+          clean(secrets, Process.info(pid))
+        end
+
+        clean(secrets, :ets.tab2list(Kmq.Registry))
+        clean(secrets, Supervisor.which_children(supervisor))
+        {:ok, spec} = :supervisor.get_childspec(supervisor, Consumer)
+        clean(secrets, spec)
+
+        for {os_pid, "kmq_tracker"} <- VM.port_programs(), of <- ["cmdline", "environ"] do
+          clean(secrets, File.read!("/proc/#{os_pid}/#{of}"))
+        end
+
+        # crash reports with the states that they had, and supervisors' reports: each by what it cannot take
+        [tracker] = trackers
+        port = :sys.get_state(tracker).port
+
+        for {pid, blow} <- [
+              {consumer, fn -> GenServer.call(consumer, {:pull, :many, 0}) end},
+              {tracker, fn -> send(tracker, {port, {:data, "no frame"}}) end},
+              {handle, fn -> GenServer.call(handle, {:retry, [], :nonsense, nil}) end},
+              {publisher, fn -> send(publisher, {:kmq_token, :publisher, :no_token}) end}
+            ] do
+          monitor = Process.monitor(pid)
+          send(pid, {:unknown, self()})
+
+          try do
+            blow.()
+          catch
+            :exit, _ -> :ok
+          end
+
+          assert_receive {:DOWN, ^monitor, _, _, reason}, scaled(20_000)
+          clean(secrets, reason)
+        end
+
+        # wrong ones
+        assert {:error, error} =
+                 Consumer.start_link(
+                   Keyword.put(options, :client_config,
+                     sasl: {:plain, "root", "receipts-hunter2"},
+                     ssl: [cacertfile: context.ca]
+                   )
+                 )
+
+        clean(secrets, error)
+
+        for bad <- ["a\0hunter2", fn -> raise "receipts-hunter2" end] do
+          broken =
+            Keyword.put(options, :client_config,
+              sasl: {:plain, "root", bad},
+              ssl: [cacertfile: context.ca]
+            )
+
+          assert {:error, raised} = error_of(fn -> Consumer.start_link(broken) end)
+          clean(["hunter2" | secrets], raised)
+        end
+
+        Supervisor.stop(supervisor)
+      end)
+
+    clean(["a\0hunter2" | secrets], log)
+    # what was looked through was worth it
+    assert log =~ "librdkafka"
+    assert log =~ "sasl.password"
+    assert length(Regex.scan(~r/ terminating/, log)) >= 4
+    :ok = SecuredKafka.forbid(context.cluster.hosts, "app", everything())
+  end
+
+  # As Elixir prints it, as Erlang does, and the bytes as they are.
+  defp clean(secrets, term) do
+    texts =
+      if is_binary(term) do
+        [term]
+      else
+        [
+          inspect(term, limit: :infinity, printable_limit: :infinity, structs: false),
+          inspect(term, limit: :infinity, printable_limit: :infinity),
+          :io_lib.format("~p ~w", [term, term]) |> IO.iodata_to_binary()
+        ]
+      end
+
+    for secret <- secrets, text <- texts do
+      if String.contains?(text, secret) do
+        {at, _} = :binary.match(text, secret)
+        flunk("a secret in: ..." <> binary_part(text, max(at - 300, 0), min(at, 300)) <> "<here>")
+      end
+    end
+  end
+
+  defp error_of(fun) do
+    case fun.() do
+      {:error, _} = error -> error
+    end
+  rescue
+    error -> {:error, {error, __STACKTRACE__}}
+  catch
+    :exit, reason -> {:error, reason}
+  end
+
+  # ---- addresses
+
+  @six SecuredKafka.six?()
+  unless @six, do: @tag(skip: "this machine has no ::1")
+
+  test "a broker over ::1", context do
+    address = Kafka.listener(context.kafka, "SIX")
+    "[::1]:" <> port = address
+    topic = queue(context.cluster, 1, "six")
+
+    for hosts <- [
+          address,
+          [{"::1", String.to_integer(port)}],
+          [{{0, 0, 0, 0, 0, 0, 0, 1}, String.to_integer(port)}]
+        ] do
+      assert {:error, %{reason: :marker_topic_missing}} =
+               Topics.check(hosts: hosts, topics: [topic], group_id: unique("g"))
+    end
+
+    consumer = consumer(options(context.cluster, topic, hosts: address))
+    {:ok, publisher} = Publisher.start_link(hosts: address)
+    {:ok, _} = Publisher.publish(publisher, topic, "m")
+    assert [message] = pull(consumer, 1)
+    :ok = Kmq.ack(message, sync: true)
+    :ok = Publisher.close(publisher)
+  end
+
+  test "a name with a dot at its end is the same host, or refused by its name", context do
+    dotted = String.replace(context.tls, "localhost", "localhost.")
+
+    {:ok, %{admin_props: props, bootstrap: bootstrap}} =
+      Kmq.Config.connection(hosts: dotted, client_config: [ssl: [cacertfile: context.ca]])
+
+    case Topics.partitions("q", bootstrap, props, 3_000) do
+      {:ok, 0} -> :ok
+      {:error, error} -> assert error.message =~ "localhost."
+    end
   end
 end
