@@ -320,6 +320,7 @@ defmodule Kmq.Handle do
           resolver: nil,
           resets: %{},
           seeks: %{},
+          begun: MapSet.new(),
           flushers: [],
           closers: [],
           closing: false,
@@ -889,18 +890,25 @@ defmodule Kmq.Handle do
   defp resolve(state, epoch, partitions, delay) do
     state = stop_resolvers(state)
     config = state.config
+    resets = resets(state, partitions)
 
     {pid, monitor} =
       spawn_monitor(fn ->
         receive do
           :stop -> :ok
         after
-          delay -> exit({:resolved, positions(config, partitions)})
+          delay -> exit({:resolved, positions(config, partitions, resets)})
         end
       end)
 
     %{state | resolver: {pid, monitor, epoch, partitions}}
   end
+
+  # A start begins anew, a rebalance does not.
+  defp resets(%{config: %{begin_offset: :reset}} = state, partitions),
+    do: Map.new(partitions -- MapSet.to_list(state.begun), &{&1, true})
+
+  defp resets(_state, _partitions), do: %{}
 
   defp stop_resolvers(%{resolver: nil} = state), do: state
 
@@ -926,7 +934,7 @@ defmodule Kmq.Handle do
         level = if partitions == [], do: :debug, else: :info
         Logger.log(level, "kmq: #{name(state)}: assigned #{describe(partitions)}")
         telemetry([:assigned], %{count: length(partitions)}, state, %{partitions: partitions})
-        poll(state)
+        poll(%{state | begun: MapSet.union(state.begun, MapSet.new(partitions))})
 
       {:error, :stale} ->
         order(state, fn name, index ->
@@ -949,9 +957,9 @@ defmodule Kmq.Handle do
   #
   # A queue topic may have grown: its marker topic is grown first, where that is wanted. Where not, START fails and says so,
   # and these partitions wait until it has grown.
-  defp positions(_config, []), do: []
+  defp positions(_config, [], _resets), do: []
 
-  defp positions(config, partitions) do
+  defp positions(config, partitions, resets) do
     if config.create_topics do
       with {:error, error} <- Topics.prepare(config),
            do: Logger.error("kmq: #{config.group_id}: #{Exception.message(error)}")
@@ -960,11 +968,11 @@ defmodule Kmq.Handle do
     with_admin(config, fn admin ->
       partitions
       |> Enum.group_by(&elem(&1, 0), &elem(&1, 1))
-      |> Enum.flat_map(fn {topic, mine} -> topic_positions(config, admin, topic, mine) end)
+      |> Enum.flat_map(fn {topic, mine} -> topic_positions(config, admin, topic, mine, resets) end)
     end)
   end
 
-  defp topic_positions(config, admin, topic, mine) do
+  defp topic_positions(config, admin, topic, mine, resets) do
     {:ok, {count, _}} = :kmq_nif.admin_partitions(admin, topic, @admin_timeout)
     all = Enum.map(0..(max(count, Enum.max(mine) + 1) - 1), &{topic, &1})
     {:ok, commits} = :kmq_nif.admin_committed(admin, all, @admin_timeout)
@@ -976,12 +984,12 @@ defmodule Kmq.Handle do
 
     for partition <- mine do
       case commits do
-        %{^partition => offset} when config.begin_offset != :reset ->
+        %{^partition => offset} when not is_map_key(resets, {topic, partition}) ->
           {topic, partition, offset, true}
 
         _ ->
           policy =
-            if first? or config.begin_offset == :reset,
+            if first? or is_map_key(resets, {topic, partition}),
               do: config.offset_reset_policy,
               else: :earliest
 

@@ -228,7 +228,7 @@ defmodule Kmq.Options do
                type: {:in, [:assigned, :reset]},
                default: :assigned,
                doc:
-                 "`:reset` begins at `:offset_reset_policy` at each start, whatever was committed."
+                 "`:reset`: each member begins at `:offset_reset_policy` where it is given a partition for the first time, whatever was committed."
              ],
              marker_topic: [
                type: {:custom, Types, :topic_or_map, []},
