@@ -71,6 +71,49 @@ defmodule Kmq.Integration.ControlTest do
     assert 10 = length(pull(one, 10))
   end
 
+  test "deliveries by offsets: the lag is what is not settled; pause, seek back and forward", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    n = 300
+    publish(cluster, topic, for(i <- 0..(n - 1), do: "#{i}"))
+
+    options =
+      options(cluster, topic, delivery: :offsets, create_topics: false, commit_interval: 50)
+
+    consumer = consumer(options)
+    group = options[:group_id]
+    first = pull(consumer, n)
+    assert %{open: ^n, lag: ^n} = Kmq.info(consumer).total
+    {done, open} = Enum.split(first, 100)
+    assert Kmq.ack(done) == :ok
+    eventually(fn -> assert %{open: 200, lag: 200} = Kmq.info(consumer).total end)
+    eventually(fn -> assert committed(cluster, group, topic, 1) == [{0, 100}] end)
+
+    # Back: what is open keeps its old slot, and counts for nothing new.
+    assert Kmq.seek(consumer, {topic, 0}, 50) == :ok
+    eventually(fn -> assert committed(cluster, group, topic, 1) == [{0, 50}] end)
+    again = pull(consumer, n - 50)
+    assert Enum.map(again, & &1.offset) == Enum.to_list(50..(n - 1))
+    _ = Kmq.ack(open)
+    assert [{0, 50}] = committed(cluster, group, topic, 1)
+    assert Kmq.ack(again) == :ok
+    eventually(fn -> assert committed(cluster, group, topic, 1) == [{0, n}] end)
+    eventually(fn -> assert %{open: 0, lag: 0} = Kmq.info(consumer).total end)
+
+    # Forward, and only when it is let go on.
+    publish(cluster, topic, for(i <- 1..20, do: "more #{i}"))
+    assert Kmq.pause(consumer, {topic, 0}) == :ok
+    assert Kmq.seek(consumer, {topic, 0}, n + 15) == :ok
+    _ = Consumer.pull(consumer, max: 100, wait: 300)
+    assert Kmq.resume(consumer, {topic, 0}) == :ok
+    last = pull_until(consumer, &Enum.any?(&1, fn m -> m.offset == n + 19 end))
+    assert Enum.map(last, & &1.offset) == Enum.to_list((n + 15)..(n + 19))
+    assert Kmq.ack(last) == :ok
+    eventually(fn -> assert committed(cluster, group, topic, 1) == [{0, n + 20}] end)
+    eventually(fn -> assert %{open: 0, lag: 0} = Kmq.info(consumer).total end)
+  end
+
   test "a pipeline by its name: the partition is found, whichever member has it", %{
     cluster: cluster
   } do
