@@ -86,7 +86,8 @@ static void everything(void **state)
         text, sizeof text,
         "# a comment\n\n  group = g \nqueue=a.b\nqueue = c\nqueue.a.b.markers = m\nqueue.a.b.copies = again\n"
         "queue.c.dead_letters = d\ntracker_group = t\ncount_header = n\nformat = kmq\nmax_redeliveries = 0\nrate = 7\n"
-        "dead_letter_oversize = pointer\ntrim_markers = true\nlog = json\nmetrics_file = /x\nmetrics_interval_ms = "
+        "dead_letter_oversize = pointer\nredelivery = transactional\ntrim_markers = true\nlog = json\nmetrics_file = "
+        "/x\nmetrics_interval_ms = "
         "250\nkafka.bootstrap.servers = "
         "h:1,i:2\n"
         "kafka.sasl.password = env:KMQ_TEST_PASSWORD\nkafka.ssl.key.password = file:%s\n",
@@ -97,7 +98,7 @@ static void everything(void **state)
     assert_string_equal(s.config.queues[0].dead_letters, "a.b__undelivered");
     assert_string_equal(s.config.queues[1].dead_letters, "d");
     assert_string_equal(s.config.tracker_group, "t");
-    assert_true(s.config.kmq_format && s.config.trim && s.config.pointer && s.json);
+    assert_true(s.config.kmq_format && s.config.trim && s.config.pointer && s.config.transactional && s.json);
     assert_int_equal(s.config.max_redeliveries, 0);
     assert_int_equal(s.config.rate, 7);
     assert_int_equal(s.metrics_interval_ms, 250);

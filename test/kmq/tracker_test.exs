@@ -216,4 +216,16 @@ defmodule Kmq.TrackerTest do
 
     assert message =~ "redelivery_rate"
   end
+
+  test "a sandbox has no transactions, and says so", %{options: options} do
+    options =
+      options
+      |> Keyword.drop([:fetch_config, :group_config])
+      |> Keyword.put(:redelivery, :transactional)
+
+    assert {:error, %Kmq.Error{reason: :invalid_option, message: message}} =
+             Tracker.start_link(options)
+
+    assert message =~ ":redelivery is :transactional, and a sandbox has no transactions"
+  end
 end
