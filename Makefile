@@ -7,9 +7,9 @@
 #   make test-long       the long runs too                  make test-asan       the NIF under ASan and UBSan, on the sandbox
 #   make check           the C tests, under ASan and UBSan  make check-deps      core <- kafka <- {nif, tracker}
 #   make tsan            the core's tests under TSan        make coverage        what of the core no test reaches
-#   make bench-core      the core's data structures alone   make lint            formats, warnings as errors, check-deps
+#   make bench-core      the core's data structures alone   make lint            formats, warnings, clang-tidy, shellcheck
 #   make setup           what a build needs                 make setup-test      what the tests need, Kafka's jars included
-#   make format          as lint wants it                   make clean
+#   make format          as lint wants it                   make docs            HTML, where ex_doc is; make clean
 #
 #   RDKAFKA=path         test and test-long: this librdkafka.so.1 instead of the one built against. The newer one inside the Python package
 #                        confluent-kafka serves: pip download --no-deps confluent-kafka, unzip it, its confluent_kafka.libs/librdkafka*.so.1
@@ -30,7 +30,7 @@ export LC_ALL ?= C.UTF-8
 export KMQ_WERROR := $(WERROR)
 export WERROR
 
-.PHONY: help demo test test-long test-asan bench bench-core check check-deps coverage tsan lint format setup setup-test clean
+.PHONY: help demo test test-long test-asan bench bench-core check check-deps coverage tsan lint format docs setup setup-test clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^An Elixir/,$$d'
@@ -111,12 +111,17 @@ format:
 	@mix format
 	@$(CLANG_FORMAT) -i $$(find c_src test/c bench -name '*.[ch]')
 
+# ex_doc comes from Hex; without it the guides are plain Markdown.
+docs:
+	@if mix help docs >/dev/null 2>&1; then mix docs; else \
+	    echo "docs: ex_doc is not there (mix deps.get, with Hex, brings it). Plain Markdown: README.md, guides/*.md; h Kmq in iex"; fi
+
 lint: setup
 	@sh scripts/setup.sh lint
-	@mix format --check-formatted
-	@$(CLANG_FORMAT) --dry-run -Werror $$(find c_src test/c bench -name '*.[ch]')
+	@sh scripts/lint.sh
+	@echo "lint: warnings are errors"
 	@$(C) WERROR=1 BUILD=../$(BUILD)/lint PRIV=../$(BUILD)/lint/priv all check-deps
-	@MIX_BUILD_PATH=_build/lint mix compile --warnings-as-errors
+	@KMQ_WERROR=1 BUILD=../$(BUILD)/lint MIX_BUILD_PATH=_build/lint mix compile --warnings-as-errors
 	@echo "lint: ok"
 
 clean:

@@ -119,14 +119,39 @@ defmodule Kmq.MixProject do
       licenses: ["Apache-2.0"],
       links: %{},
       files:
-        ~w(lib src c_src guides examples mix.exs rebar.config .formatter.exs README.md ARCHITECTURE.md CHANGELOG.md LICENSE)
+        ~w(lib src c_src guides examples mix.exs rebar.config .formatter.exs README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md LICENSE)
     ]
   end
 
+  @first ~w(introduction semantics delivery actions testing)
+  @running ~w(operations tracker tuning errors control)
+
+  # Guides that are named here come first, the others by their names.
   defp docs do
+    guides = Path.wildcard("guides/*.md")
+    named = for name <- @first ++ @running, "guides/#{name}.md" in guides, do: "guides/#{name}.md"
+    running = for name <- @running, do: "guides/#{name}.md"
+    coming = Path.wildcard("guides/coming-from-*.md")
+    others = guides -- (named ++ coming)
+
     [
-      main: "readme",
-      extras: ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"] ++ Path.wildcard("guides/*.md")
+      main: "introduction",
+      extras:
+        ["README.md"] ++
+          named ++
+          others ++
+          coming ++
+          ["examples/queue.livemd", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"],
+      groups_for_extras: [
+        "Running it": running,
+        "Coming from": coming,
+        Guides: (named ++ others) -- running
+      ],
+      groups_for_modules: [
+        Messages: [Kmq, Kmq.Message, Kmq.Consumer, OffBroadway.Kmq.Producer, Kmq.Publisher],
+        "Dead letters": [Kmq.DeadLetters, Kmq.DeadLetter, Kmq.Reject],
+        Tests: [Kmq.Testing, Kmq.Testing.Queue, Kmq.Testing.TimeoutError, Kmq.Sandbox]
+      ]
     ]
   end
 end

@@ -3,7 +3,7 @@
 # is missing; elsewhere it says what to install. When nothing is missing it asks no package manager anything.
 set -eu
 what=${1:-build}
-missing= debian=
+missing='' debian=''
 
 # need NAME DEBIAN_PACKAGES: said to be missing when the last command failed
 need() {
@@ -29,7 +29,7 @@ nif_header() {
 }
 
 check() {
-    missing= debian=
+    missing='' debian=''
     have make || need make make
     have "${CC:-cc}" || need "a C compiler" "gcc libc6-dev"
     have pkg-config || need pkg-config pkg-config
@@ -64,14 +64,14 @@ give_up() {
     echo "Install what is missing, then run make again:"
     echo "  Debian, Ubuntu: apt-get install$debian"
     case $what in
-    build) extra= extra_arch= extra_fedora= extra_alpine= ;;
+    build) extra='' extra_arch='' extra_fedora='' extra_alpine='' ;;
     test)
-        extra=" cmocka kcat openssl libfaketime openjdk maven"
-        extra_arch=" cmocka procps-ng kcat openssl libfaketime jdk-openjdk maven"
-        extra_fedora=" libcmocka-devel procps-ng kcat openssl libfaketime java-latest-openjdk-devel maven"
-        extra_alpine=" cmocka-dev procps kcat openssl libfaketime openjdk17 maven"
+        extra=" cmocka kcat git rebar3 openssl libfaketime openjdk maven"
+        extra_arch=" cmocka procps-ng kcat git rebar3 openssl libfaketime jdk-openjdk maven"
+        extra_fedora=" libcmocka-devel procps-ng kcat git rebar3 openssl libfaketime java-latest-openjdk-devel maven"
+        extra_alpine=" cmocka-dev procps kcat git rebar3 openssl libfaketime openjdk17 maven"
         ;;
-    lint) extra=" clang-format" extra_arch=" clang" extra_fedora=" clang-tools-extra" extra_alpine=" clang-extra-tools" ;;
+    lint) extra=" clang-format llvm shellcheck" extra_arch=" clang shellcheck" extra_fedora=" clang-tools-extra ShellCheck" extra_alpine=" clang-extra-tools shellcheck" ;;
     esac
     case $(uname -s) in
     Darwin)

@@ -221,7 +221,7 @@ int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempo
 /* Keep for the producer's life; freed with it; the same handle for the same name. It never makes a broker create the topic
  * (allow.auto.create.topics=false, which real brokers honour for producers too; a sandbox creates whatever it is asked about). What is sent to a
  * missing topic fails only after 30 s (topic.metadata.propagation.max.ms) or message.timeout.ms, so look first: kafka_admin_partitions. */
-kafka_topic *kafka_producer_topic(kafka_producer *producer, const char *topic, kafka_error *err);
+kafka_topic *kafka_producer_topic(kafka_producer *producer, const char *name, kafka_error *err);
 /* Copies key, value and headers. partition -1 = the partitioner's choice. timestamp_ms 0 = now. KAFKA_EFULL: nothing was queued. */
 int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t partition, const void *key,
                         size_t key_len, const void *value, size_t value_len, const kafka_header *headers,

@@ -53,7 +53,7 @@ static void add_error(void *ctx, int code)
     switch (kafka_error_verdict(code)) {
     case KAFKA_RETRIED: verdict = atoms.retried; break;
     case KAFKA_ANSWERED: verdict = atoms.answered; break;
-    case KAFKA_REPORTED: verdict = atoms.reported; break;
+    case KAFKA_REPORTED: break;
     case KAFKA_REPLACED: verdict = atoms.replaced; break;
     case KAFKA_STOPS: verdict = atoms.stops; break;
     }

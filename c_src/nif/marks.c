@@ -410,7 +410,7 @@ void marks_start(engine *e, part *p, int64_t now)
 
 static bool flush_ends(engine *e, part *p, int64_t now)
 {
-    for (uint8_t cause = 0; cause < KMQ_END_CAUSES; cause++) {
+    for (uint8_t cause = 0; cause < (uint8_t)KMQ_END_CAUSES; cause++) {
         for (;;) {
             size_t n = 0;
             enif_mutex_lock(p->lock);

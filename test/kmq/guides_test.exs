@@ -33,9 +33,10 @@ defmodule Kmq.GuidesTest do
     @tag page: page
     test "#{page}: blocks without a prompt are Elixir", %{page: page} do
       for {block, line} <- blocks(page), not (block =~ ~r/^iex> /m) do
-        quoted = Code.string_to_quoted!(block, file: page, line: line)
+        quoted = parse(block, file: page, line: line)
         compilable? = block =~ ~r/\A(#.*\n)*defmodule / and not (block =~ "use ExUnit.Case")
         if compilable? and broadway_if_needed?(block), do: compile(quoted, page)
+        if is_list(quoted), do: assert_options(quoted)
       end
     end
   end
@@ -52,6 +53,22 @@ defmodule Kmq.GuidesTest do
         assert output =~ ~r/[1-9]\d* tests?, 0 failures/
       end
     end
+  end
+
+  # What is shown as options is accepted as options.
+  defp assert_options(quoted) do
+    {shown, _} = Code.eval_quoted(quoted)
+    needed = [hosts: "localhost:9092", topics: ["orders"], group_id: "shop"]
+
+    unless Keyword.has_key?(shown, :producer),
+      do: assert({:ok, _} = needed |> Keyword.merge(shown) |> Kmq.Config.new())
+  end
+
+  # A part of a list of options is shown without its brackets.
+  defp parse(block, where) do
+    with {:error, _} <- Code.string_to_quoted(block, where),
+         {:error, _} <- Code.string_to_quoted("[" <> block <> "]", where),
+         do: Code.string_to_quoted!(block, where)
   end
 
   defp broadway_if_needed?(block), do: not (block =~ "Broadway") or Code.ensure_loaded?(Broadway)
