@@ -8,7 +8,7 @@
 
 -export([version/0, live/0, errors/0, busy/0, backoff/3]).
 -export([consumer_open/3, consumer_subscribe/1, consumer_topics/2, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_take/3, consumer_lanes/2, consumer_settle/3,
-         consumer_retry/5, consumer_extend/3, consumer_reject/2, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
+         consumer_retry/5, consumer_extend/3, consumer_reject/2, consumer_again/1, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
          consumer_close/2, consumer_close/3, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/5, consumer_test_fatal/2, consumer_reopen/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
          publisher_set_token/5, publisher_reopen/1, publisher_test_fatal/1]).
@@ -94,6 +94,8 @@ consumer_retry(_Ref, _Tokens, _Cause, _Flags, _Text) -> erlang:nif_error(not_loa
 consumer_extend(_Ref, _Tokens, _Leave) -> erlang:nif_error(not_loaded).
 -spec consumer_reject(ref(), [token()]) -> ok | refused().
 consumer_reject(_Ref, _Tokens) -> erlang:nif_error(not_loaded).
+-spec consumer_again(ref()) -> ok | failure().
+consumer_again(_Ref) -> erlang:nif_error(not_loaded).
 -spec consumer_assign(ref(), non_neg_integer(), [{binary(), integer(), integer(), boolean()}]) -> ok | failure().
 consumer_assign(_Ref, _Epoch, _Partitions) -> erlang:nif_error(not_loaded).
 -spec consumer_reset(ref(), integer(), integer()) -> ok | failure().

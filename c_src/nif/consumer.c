@@ -637,6 +637,22 @@ KMQ_NIF(nif_consumer_reject)
     return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
 }
 
+/* consumer_again(Ref) -> ok: what is in work is in nobody's hands any more. By :offsets its partitions begin again at the commit; otherwise time
+ * brings it back, or nothing. */
+KMQ_NIF(nif_consumer_again)
+{
+    (void)argc;
+    ENGINE_OR_RETURN(e)
+    for (size_t i = 0; i < e->n_active && e->config.delivery == KMQ_DELIVERY_OFFSETS; i++) {
+        part *p = e->active[i];
+        enif_mutex_lock(p->lock);
+        if (kmq_ledger_open(&p->ledger)) p->lame = true;
+        enif_mutex_unlock(p->lock);
+    }
+    engine_notify_owner(e, 0);
+    return unlock_result(env, e, 0, NULL);
+}
+
 /* A marker that somebody asks for, of an offset that is in work: the ledger says whether, then it waits to be written. With
  * limit_ms the offset stays in work until then, else it leaves. marker NULL: the ledger alone. Takes the marker. */
 static int ask_one(engine *e, int slot, int64_t offset, int64_t limit_ms, retry *marker)

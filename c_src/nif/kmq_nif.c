@@ -203,6 +203,7 @@ static ErlNifFunc functions[] = {
     {"consumer_settle", 3, NORMAL(consumer_settle), 0},
     {"consumer_retry", 5, NORMAL(consumer_retry), 0},
     {"consumer_extend", 3, NORMAL(consumer_extend), 0},
+    {"consumer_again", 1, nif_consumer_again, 0},
     {"consumer_reject", 2, nif_consumer_reject, 0},
     {"consumer_assign", 3, nif_consumer_assign, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_reset", 3, nif_consumer_reset, ERL_NIF_DIRTY_JOB_IO_BOUND},

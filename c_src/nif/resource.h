@@ -33,6 +33,7 @@ KMQ_NIF(nif_consumer_settle);
 KMQ_NIF(nif_consumer_retry);
 KMQ_NIF(nif_consumer_extend);
 KMQ_NIF(nif_consumer_reject);
+KMQ_NIF(nif_consumer_again);
 KMQ_NIF(nif_consumer_assign);
 KMQ_NIF(nif_consumer_reset);
 KMQ_NIF(nif_consumer_rebuild);

@@ -248,6 +248,13 @@ defmodule Kmq.Handle do
     :exit, _ -> {:error, all_closed(tokens)}
   end
 
+  @doc "What is in work is in nobody's hands any more. With `delivery: :offsets`, where nothing else would, it comes again from the commit on."
+  @spec again(t) :: :ok
+  def again(%__MODULE__{ref: ref}) do
+    _ = :kmq_nif.consumer_again(ref)
+    :ok
+  end
+
   @doc "Nothing more is handed out."
   @spec drain(t) :: :ok
   def drain(%__MODULE__{ref: ref}) do

@@ -36,6 +36,16 @@ defmodule Kmq.BroadwayTest do
         {"kill", 1} ->
           Process.exit(self(), :kill)
 
+        {"once", _} ->
+          place = {message.metadata.topic, message.metadata.partition}
+
+          if :persistent_term.get(place, nil) == nil do
+            :persistent_term.put(place, :killed)
+            Process.exit(self(), :kill)
+          end
+
+          message
+
         _ ->
           if context[:batch], do: Broadway.Message.put_batcher(message, :default), else: message
       end
@@ -145,6 +155,45 @@ defmodule Kmq.BroadwayTest do
     assert for(%{metadata: %{attempt: 2}} = message <- all, do: message.data) == ["kill"]
     assert Enum.sort(Enum.uniq(Enum.map(all, & &1.data))) == ~w(1 2 3 4 kill)
     assert Broadway.stop(name) == :ok
+  end
+
+  defp committed(cluster, options, partitions) do
+    [topic] = options[:topics]
+    Kmq.Test.Checker.committed(cluster.hosts, options[:group_id], topic, partitions)
+  end
+
+  test "by offsets, a killed processor: what it had comes again, and the commit goes on", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 2)
+    publish(cluster, topic, for(v <- ~w(1 2 once 3 4), p <- [0, 1], do: {v, partition: p}))
+    options = options(cluster, topic, delivery: :offsets, commit_interval: 20)
+    name = start(options, processors: [default: [concurrency: 2, max_demand: 2]])
+    eventually(fn -> assert committed(cluster, options, 2) == %{0 => 5, 1 => 5} end, 30_000)
+    all = for %{data: data} <- messages(12), do: data
+    assert Enum.sort(Enum.uniq(all)) == ~w(1 2 3 4 once)
+    assert Enum.count(all, &(&1 == "once")) >= 4
+    assert Broadway.stop(name) == :ok
+  end
+
+  test "by offsets, batches: only what failed is a dead letter, all are done", %{cluster: cluster} do
+    for {on_failure, dead} <- [{[], ["7"]}, {[on_failure: :ack], []}] do
+      topic = queue(cluster, 2)
+      publish(cluster, topic, for(i <- 1..20, do: {"#{i}", partition: rem(i, 2)}))
+      options = options(cluster, topic, [delivery: :offsets, commit_interval: 20] ++ on_failure)
+
+      name =
+        start(options,
+          context: %{batch: true},
+          batchers: [default: [concurrency: 2, batch_size: 10, batch_timeout: 100]]
+        )
+
+      eventually(fn -> assert committed(cluster, options, 2) == %{0 => 10, 1 => 10} end, 20_000)
+      assert Broadway.stop(name) == :ok
+      letters = Kmq.DeadLetters.stream(topic, hosts: cluster.hosts)
+      assert Enum.map(letters, & &1.value) == dead
+      assert for(%{data: data} <- messages(20), do: data) |> Enum.uniq() |> length() == 20
+    end
   end
 
   test "batches: half of one fails, only that comes again", %{cluster: cluster} do

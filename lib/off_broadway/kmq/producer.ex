@@ -562,6 +562,8 @@ defmodule OffBroadway.Kmq.Producer do
 
     if dying == [] do
       Lanes.reset(state.lanes)
+      # Batchers end with them: nobody has anything of it.
+      state.handle && Handle.again(state.handle)
       take(%{state | dying: nil})
     else
       {:noreply, [], state}
