@@ -16,6 +16,10 @@ defmodule Kmq.Test.Markers do
   def start_range(scope, partition, first, count, lease_ms),
     do: range(scope, partition, 1, set(first, count) <> uvar(lease_ms))
 
+  @doc "A RETRY of one range; cause and flags as guides/format.md numbers them."
+  def retry_range(scope, partition, first, count, delay_ms, cause, flags),
+    do: range(scope, partition, 4, set(first, count) <> uvar(delay_ms) <> <<cause, flags>>)
+
   @doc "An END of one range: acknowledged."
   def done_range(scope, partition, first, count),
     do: range(scope, partition, 2, set(first, count) <> <<0>>)
