@@ -78,7 +78,8 @@ consumer_topics(_Ref, _Topics) -> erlang:nif_error(not_loaded).
 consumer_attach(_Ref, _Pid) -> erlang:nif_error(not_loaded).
 -spec consumer_poll(ref()) -> {[term()], NextMs :: non_neg_integer()} | failure().
 consumer_poll(_Ref) -> erlang:nif_error(not_loaded).
--spec consumer_take(ref(), non_neg_integer()) -> {[{integer(), binary(), integer(), [tuple()]}], More :: boolean()} | failure().
+-type batch() :: {Slot :: integer(), Topic :: binary(), Partition :: integer(), [tuple()]}.
+-spec consumer_take(ref(), non_neg_integer()) -> {[batch()], More :: boolean()} | failure().
 consumer_take(_Ref, _Max) -> erlang:nif_error(not_loaded).
 -spec consumer_take(ref(), non_neg_integer(), {partition | key, [integer()]}) ->
           {[{integer(), binary(), integer(), [tuple()], Lane :: integer()}], More :: boolean(),
@@ -86,7 +87,8 @@ consumer_take(_Ref, _Max) -> erlang:nif_error(not_loaded).
 consumer_take(_Ref, _Max, _Lanes) -> erlang:nif_error(not_loaded).
 -spec consumer_lanes(ref(), [{Slot :: integer(), Lane :: integer()}]) -> ok | failure().
 consumer_lanes(_Ref, _Lanes) -> erlang:nif_error(not_loaded).
--spec consumer_settle(ref(), 0..5, [token()]) -> ok | refused().
+%% A batch, as consumer_take gave it: all of its messages.
+-spec consumer_settle(ref(), 0..5, [token() | batch()]) -> ok | refused().
 consumer_settle(_Ref, _Cause, _Tokens) -> erlang:nif_error(not_loaded).
 -spec consumer_retry(ref(), [{integer(), integer(), non_neg_integer()}], 0..4, 0..3, binary()) -> ok | refused().
 consumer_retry(_Ref, _Tokens, _Cause, _Flags, _Text) -> erlang:nif_error(not_loaded).

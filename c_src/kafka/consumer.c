@@ -13,6 +13,7 @@
  * Costs: look-up O(log partitions); pop about 200 ns a record, freeing included.
  * Thread rule: one thread at a time. kafka_consumer_commit and kafka_records_free may be called from any. */
 #include "internal.h"
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,6 +26,8 @@ struct kafka_queue {
     int32_t partition;
     int64_t start; /* as assigned */
     bool stopped;  /* an out-of-range has stopped its fetching: seek must start it afresh */
+    struct kafka_consumer *consumer;
+    size_t taken, taken_bytes; /* since its fetcher was nudged */
 };
 
 struct kafka_consumer {
@@ -34,9 +37,18 @@ struct kafka_consumer {
     kafka_queue **queues;
     size_t n_queues, cap_queues;
     kafka_reaper *reaper;
+    kafka_nudge *nudge;            /* NULL: librdkafka's own fetcher does not rest, or no thread to be had */
+    size_t half_queue, half_bytes; /* of one partition's local queue, at most */
 };
 
 /* ------------------------------------------------------------------ open */
+
+static size_t half(const kafka_property *props, size_t n_props, const char *name, size_t usual)
+{
+    const char *value = kafka_property_get(props, n_props, name);
+    unsigned long limit = value != NULL ? strtoul(value, NULL, 10) : usual;
+    return limit < 2 ? 1 : limit / 2;
+}
 
 int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka_wake *control,
                         const kafka_wake *records, kafka_consumer **out, kafka_error *err)
@@ -64,6 +76,9 @@ int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka
         free(consumer);
         return KAFKA_EKAFKA;
     }
+    if (rd_kafka_version() < 0x02020000) reaper->nudge = consumer->nudge = kafka_nudge_new(consumer->rk);
+    consumer->half_queue = half(props, n_props, "queued.min.messages", 100000);
+    consumer->half_bytes = half(props, n_props, "queued.max.messages.kbytes", 65536) * 1024;
     /* the wake-up first: what the other queues hold already moves over with one */
     consumer->control = rd_kafka_queue_get_consumer(consumer->rk);
     kafka_wake_on(consumer->control, &consumer->control_wake);
@@ -177,7 +192,8 @@ static int queue_add(kafka_consumer *consumer, const kafka_partition *partition,
         free(topic);
         return kafka_no_memory(err);
     }
-    *queue = (kafka_queue){.topic = topic, .partition = partition->partition, .start = partition->offset};
+    *queue = (kafka_queue){
+        .topic = topic, .partition = partition->partition, .start = partition->offset, .consumer = consumer};
     queue->rkqu = rd_kafka_queue_get_partition(consumer->rk, topic, partition->partition);
     if (queue->rkqu == NULL) {
         free(topic);
@@ -303,9 +319,22 @@ size_t kafka_queue_wait(kafka_queue *queue, kafka_record *out, size_t max, int t
     return n;
 }
 
+/* Half a queue was taken: its fetcher may rest although there is room. */
+static void nudge(kafka_queue *queue, const kafka_record *records, size_t n)
+{
+    const kafka_consumer *consumer = queue->consumer;
+    if (consumer->nudge == NULL) return;
+    queue->taken += n;
+    for (size_t i = 0; i < n; i++) queue->taken_bytes += records[i].value_len;
+    if (queue->taken < consumer->half_queue && queue->taken_bytes < consumer->half_bytes) return;
+    if (kafka_nudge_ask(consumer->nudge, queue->topic, queue->partition)) queue->taken = queue->taken_bytes = 0;
+}
+
 size_t kafka_queue_pop(kafka_queue *queue, kafka_record *out, size_t max)
 {
-    return kafka_queue_wait(queue, out, max, 0);
+    size_t n = kafka_queue_wait(queue, out, max, 0);
+    if (n != 0) nudge(queue, out, n);
+    return n;
 }
 
 void kafka_records_free(kafka_record *records, size_t n)
@@ -313,15 +342,50 @@ void kafka_records_free(kafka_record *records, size_t n)
     for (size_t i = 0; i < n; i++) rd_kafka_message_destroy(records[i].priv);
 }
 
-size_t kafka_record_headers(const kafka_record *record, kafka_header *out, size_t max)
+/* Most messages have no headers, and asking librdkafka costs an allocation of 700 bytes to find that out: more than all the rest
+ * of a message's way. In the record format since Kafka 0.11 the number of headers stands right behind the value, in the same buffer, and
+ * librdkafka shows the value where it lies in that buffer: a zero there means none. In older formats that byte is the next message's, or one behind
+ * the buffer: whatever it is, there are no headers. True of every version from 2.0.2 to the one named below; of these it is still
+ * checked now and then, and once it was wrong it is not used any more in this process. */
+enum { PEEK_KNOWN = 0x021000ff, PEEK_FIRST = 64, PEEK_EVERY = 4096 };
+static atomic_bool peek_wrong;
+static atomic_uint peeks;
+
+#if defined(__has_feature)
+#define HAS_ASAN __has_feature(address_sanitizer)
+#elif defined(__SANITIZE_ADDRESS__)
+#define HAS_ASAN 1
+#else
+#define HAS_ASAN 0
+#endif
+
+static bool seems_bare(const rd_kafka_message_t *message)
+{
+    if (HAS_ASAN || message->payload == NULL || message->len == 0) return false;
+    return ((const unsigned char *)message->payload)[message->len] == 0;
+}
+
+static size_t headers_of(rd_kafka_message_t *message, kafka_header *out, size_t max)
 {
     rd_kafka_headers_t *headers;
-    if (rd_kafka_message_headers(record->priv, &headers) != RD_KAFKA_RESP_ERR_NO_ERROR) return 0;
+    if (rd_kafka_message_headers(message, &headers) != RD_KAFKA_RESP_ERR_NO_ERROR) return 0;
     for (size_t i = 0; i < max; i++)
         if (rd_kafka_header_get_all(headers, i, &out[i].name, &out[i].value, &out[i].value_len) !=
             RD_KAFKA_RESP_ERR_NO_ERROR)
             break;
     return rd_kafka_header_cnt(headers);
+}
+
+size_t kafka_record_headers(const kafka_record *record, kafka_header *out, size_t max)
+{
+    if (!seems_bare(record->priv) || rd_kafka_version() > PEEK_KNOWN ||
+        atomic_load_explicit(&peek_wrong, memory_order_relaxed))
+        return headers_of(record->priv, out, max);
+    unsigned count = atomic_fetch_add_explicit(&peeks, 1, memory_order_relaxed);
+    if (count >= PEEK_FIRST && count % PEEK_EVERY != 0) return 0;
+    size_t n = headers_of(record->priv, out, max);
+    if (n != 0) atomic_store(&peek_wrong, true);
+    return n;
 }
 
 /* ------------------------------------------------------------------ commit, seek */

@@ -5,6 +5,7 @@
  *   client.c   properties -> a librdkafka client; wake-ups; the live counter
  *   event.c    a librdkafka event -> a kafka_event that owns all it shows
  *   reaper.c   destroying, which may never return
+ *   nudge.c    a fetcher that rests too long is woken
  *   consumer.c producer.c txn.c admin.c reader.c failpoint.c
  */
 #ifndef KAFKA_INTERNAL_H
@@ -84,10 +85,18 @@ struct kafka_group {
 
 int kafka_set_token(rd_kafka_t *rk, const kafka_token *token, kafka_error *err);
 
+/* See nudge.c. NULL: no thread or memory, and the fetcher rests. */
+typedef struct kafka_nudge kafka_nudge;
+kafka_nudge *kafka_nudge_new(rd_kafka_t *rk);
+/* false: no room, ask again. */
+bool kafka_nudge_ask(kafka_nudge *nudge, const char *topic, int32_t partition);
+void kafka_nudge_stop(kafka_nudge *nudge); /* NULL is allowed; before the client is destroyed */
+
 /* The job of destroying one client: allocated when the client is opened, so that destroying cannot fail for memory. */
 typedef struct kafka_reaper {
     rd_kafka_t *rk;
     rd_kafka_queue_t *control; /* of a consumer that is to leave its group before; else NULL */
+    kafka_nudge *nudge;        /* stopped first; set by whoever has one */
     int flags;                 /* RD_KAFKA_DESTROY_F_... */
     void (*done)(void *ctx);
     void *ctx;

@@ -33,6 +33,7 @@ static void leave(rd_kafka_t *rk, rd_kafka_queue_t *control)
 static void *run(void *arg)
 {
     kafka_reaper *reaper = arg;
+    kafka_nudge_stop(reaper->nudge);
     if (reaper->control != NULL) leave(reaper->rk, reaper->control);
     rd_kafka_destroy_flags(reaper->rk, reaper->flags);
     kafka_live_add(-1);
@@ -46,7 +47,8 @@ void kafka_reap(kafka_reaper *reaper, rd_kafka_t *rk, int flags, void (*done)(vo
     pthread_t thread;
     pthread_attr_t attr;
     sigset_t all, old;
-    *reaper = (kafka_reaper){.rk = rk, .control = reaper->control, .flags = flags, .done = done, .ctx = ctx};
+    *reaper = (kafka_reaper){
+        .rk = rk, .control = reaper->control, .nudge = reaper->nudge, .flags = flags, .done = done, .ctx = ctx};
     pthread_attr_init(&attr);
     pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
     sigfillset(&all); /* the host's signals are not for this thread */

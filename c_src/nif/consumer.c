@@ -5,7 +5,7 @@
 #include "engine.h"
 #include "term.h"
 
-enum { SETTLE_AT_ONCE = 1000, SETTLE_CHUNK = 1024 };
+enum { SETTLE_AT_ONCE = 8192, SETTLE_CHUNK = 1024 };
 /* A list of any length is worked off in steps, each well under a millisecond; between two of them others have their turn. */
 enum { SETTLE_STEP = 2 * SETTLE_CHUNK, ASK_STEP = 1024 };
 
@@ -492,7 +492,7 @@ KMQ_NIF(nif_consumer_set_token)
 }
 
 /* ------------------------------------------------------------------ settle: any process, no engine lock */
-/* What waits is written within ack_flush_interval by the owner, or at once by whoever brings the thousandth. */
+/* What waits is written within ack_flush_interval by the owner, or at once by whoever brings one too many. */
 static void after_settle(engine *e, int64_t added)
 {
     if (!added) return;
@@ -535,34 +535,45 @@ static bool get_token(ErlNifEnv *env, ERL_NIF_TERM term, int arity_wanted, int *
     return true;
 }
 
-/* A run of offsets of one slot. */
-static ERL_NIF_TERM settle_run(ErlNifEnv *env, engine *e, int slot, kmq_end_cause cause, const int64_t *offsets,
-                               size_t n, ERL_NIF_TERM failures, int64_t *added)
+/* A run of offsets of one slot, settled together. */
+typedef struct settling {
+    engine *engine;
+    kmq_end_cause cause;
+    int slot;
+    size_t n;
+    int64_t offsets[SETTLE_CHUNK];
+    int64_t added;
+    ERL_NIF_TERM failures;
+} settling;
+
+static void settle_run(ErlNifEnv *env, settling *s)
 {
     int8_t results[SETTLE_CHUNK];
+    engine *e = s->engine;
+    if (!s->n) return;
     enif_rwlock_rlock(e->slots_lock);
-    part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
+    part *p = s->slot >= 0 && s->slot < e->n_slots ? e->slots[s->slot] : NULL;
     bool was_full = false;
     if (!engine_marks(e)) {
-        was_full = modes_settle(e, p, slot, cause, offsets, n, results);
+        was_full = modes_settle(e, p, s->slot, s->cause, s->offsets, s->n, results);
     } else if (p) {
         enif_mutex_lock(p->lock);
-        int rc = kmq_ledger_settle_many(&p->ledger, offsets, n, cause, results);
-        if (rc) memset(results, rc, n);
+        int rc = kmq_ledger_settle_many(&p->ledger, s->offsets, s->n, s->cause, results);
+        if (rc) memset(results, rc, s->n);
         was_full = p->full;
         p->full = false;
         enif_mutex_unlock(p->lock);
     } else {
-        memset(results, KMQ_EUNKNOWN, n);
+        memset(results, KMQ_EUNKNOWN, s->n);
     }
     enif_rwlock_runlock(e->slots_lock);
     if (was_full) engine_wake_borrower(e);
-    for (size_t i = 0; i < n; i++) {
-        if (results[i] == KMQ_OK || results[i] == KMQ_ELATE) ++*added;
+    for (size_t i = 0; i < s->n; i++) {
+        if (results[i] == KMQ_OK || results[i] == KMQ_ELATE) s->added++;
         if (results[i] != KMQ_OK)
-            failures = enif_make_list_cell(env, failure(env, slot, offsets[i], results[i]), failures);
+            s->failures = enif_make_list_cell(env, failure(env, s->slot, s->offsets[i], results[i]), s->failures);
     }
-    return failures;
+    s->n = 0;
 }
 
 /* What a call gives, or the call that goes on with the rest of its list (argv[at]); its last argument are the failures so far. */
@@ -580,33 +591,55 @@ static ERL_NIF_TERM result_or_rest(ErlNifEnv *env, const char *name,
     return enif_schedule_nif(env, name, 0, rest, argc, args);
 }
 
+static void settle_next(ErlNifEnv *env, settling *s, int slot, int64_t offset)
+{
+    if (s->n == SETTLE_CHUNK || s->slot != slot) settle_run(env, s);
+    s->slot = slot;
+    s->offsets[s->n++] = offset;
+}
+
+/* All of {Slot, Topic, Partition, [{Offset, ...}]}: as long as a take makes it. */
+static bool settle_batch(ErlNifEnv *env, settling *s, ERL_NIF_TERM batch, size_t *done)
+{
+    const ERL_NIF_TERM *t, *message;
+    int arity, slot;
+    ErlNifSInt64 offset;
+    if (!enif_get_tuple(env, batch, &arity, &t) || arity != 4 || !enif_get_int(env, t[0], &slot)) return false;
+    ERL_NIF_TERM head, tail = t[3];
+    while (enif_get_list_cell(env, tail, &head, &tail)) {
+        if (!enif_get_tuple(env, head, &arity, &message) || arity < 1 || !enif_get_int64(env, message[0], &offset))
+            return false;
+        settle_next(env, s, slot, offset);
+        ++*done;
+    }
+    return true;
+}
+
 static KMQ_NIF(settle_on)
 {
-    int cause, slot = -1, next_slot;
+    int cause, slot;
+    int64_t offset;
+    size_t done = 0;
     engine *e = get_engine(env, argv[0]);
     if (!e || !enif_get_int(env, argv[1], &cause) || cause < 0 || cause >= KMQ_END_CAUSES ||
         !enif_is_list(env, argv[2]))
         return enif_make_badarg(env);
     if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
-    int64_t offsets[SETTLE_CHUNK], offset, added = 0;
-    size_t n = 0, done = 0;
-    ERL_NIF_TERM head, tail = argv[2], failures = argv[3];
+    settling s = {.engine = e, .cause = (kmq_end_cause)cause, .failures = argv[3]};
+    ERL_NIF_TERM head, tail = argv[2];
     for (; done < SETTLE_STEP && enif_get_list_cell(env, tail, &head, &tail); done++) {
-        if (!get_token(env, head, 2, &next_slot, &offset, NULL)) return enif_make_badarg(env);
-        if (n && (next_slot != slot || n == SETTLE_CHUNK)) {
-            failures = settle_run(env, e, slot, (kmq_end_cause)cause, offsets, n, failures, &added);
-            n = 0;
-        }
-        slot = next_slot;
-        offsets[n++] = offset;
+        if (get_token(env, head, 2, &slot, &offset, NULL))
+            settle_next(env, &s, slot, offset);
+        else if (!settle_batch(env, &s, head, &done))
+            return enif_make_badarg(env);
     }
-    if (n) failures = settle_run(env, e, slot, (kmq_end_cause)cause, offsets, n, failures, &added);
-    after_settle(e, added);
-    enif_consume_timeslice(env, done < 100 ? 1 : (int)(done / 100));
-    return result_or_rest(env, "consumer_settle", settle_on, argc, argv, 2, tail, failures);
+    settle_run(env, &s);
+    after_settle(e, s.added);
+    enif_consume_timeslice(env, done < 100 ? 1 : done > 10000 ? 100 : (int)(done / 100));
+    return result_or_rest(env, "consumer_settle", settle_on, argc, argv, 2, tail, s.failures);
 }
 
-/* consumer_settle(Ref, Cause 0 | 1 | 3, [{Slot, Offset}]) -> ok | {error, [{Slot, Offset, Reason}]} */
+/* consumer_settle(Ref, Cause 0 | 1 | 3, [{Slot, Offset} | Batch of consumer_take]) -> ok | {error, [{Slot, Offset, Reason}]} */
 KMQ_NIF(nif_consumer_settle)
 {
     const ERL_NIF_TERM args[] = {argv[0], argv[1], argv[2], enif_make_list(env, 0)};

@@ -108,6 +108,7 @@ struct part {
     bool lame;          /* no memory on the way: begins again at the first offset not handed out */
     int64_t position;   /* next offset expected from the queue */
     store store;
+    size_t unstarted; /* kept since its last START was written; at least MARKS_RUN when one must be written again */
     /* the gate of the first window, or (at most once) of the present one; -1: no commit asked for yet */
     bool gated;
     int64_t gate_offset;
@@ -173,6 +174,8 @@ struct engine {
     /* Hand-outs between a START and its report: what must be STARTed ahead, beside start_ahead, so that a long round trip starves nobody. */
     uint64_t handed_total, handed_per_trip;
     int64_t handed_at;
+    /* The same, grown by callers that had to wait, and shrinking by itself; mark numbers: since it grew; last START reported. */
+    uint64_t hunger, hungry_since, start_reported;
     part **active; /* what is assigned: n_active that flow, in round-robin order, and behind them those that leave */
     size_t n_active, n_assigned, cursor, start_cursor;
     size_t n_retired;
@@ -325,6 +328,7 @@ ERL_NIF_TERM pump_take_lanes(engine *engine, ErlNifEnv *env, int64_t max, lanes 
                              ERL_NIF_TERM *unknown);
 
 /* -- marks.c */
+enum { MARKS_RUN = 4096 }; /* long enough for a START of its own */
 void marks_reports(engine *engine, int64_t now);
 void marks_start(engine *engine, part *part, int64_t now);
 void marks_flush(engine *engine, int64_t now); /* ENDs and RETRYs that wait */

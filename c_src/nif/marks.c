@@ -98,6 +98,7 @@ static void give_back(engine *e, part *p, uint8_t type, uint8_t cause, uint8_t f
         if (p->state != PART_RETIRED && kmq_ledger_start_failed(&p->ledger, ranges[0].lo, ranges[n - 1].hi))
             p->lame = true;
         p->start_pause_until = now + START_PAUSE_MS;
+        p->unstarted = MARKS_RUN;
         break;
     case KMQ_MARKER_END:
         /* no memory: the lease ends instead, and the message comes again */
@@ -141,6 +142,8 @@ static void finish(engine *e, mark *m, int64_t now)
         enif_mutex_unlock(p->lock);
         uint64_t handed = e->handed_total - m->handed_before;
         e->handed_per_trip -= e->handed_per_trip / 8;
+        e->hunger -= e->hunger / 64;
+        if (e->start_reported < m->seq) e->start_reported = m->seq;
         if (e->handed_per_trip < handed) e->handed_per_trip = handed;
         (void)KMQ_FAILPOINT("start_handout");
         engine_wake_borrower(e);
@@ -392,6 +395,7 @@ static void write_parks(engine *e, part *p, int64_t now)
 void marks_start(engine *e, part *p, int64_t now)
 {
     if (now < p->start_pause_until) return;
+    p->unstarted = 0;
     write_parks(e, p, now);
     int64_t most = e->config.format == FORMAT_RANGE ? START_MOST : KMQ_BATCH;
     int64_t lease = e->config.format == FORMAT_RANGE ? e->config.lease_ms : e->config.max_processing_ms;

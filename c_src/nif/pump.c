@@ -7,10 +7,11 @@
 #include "../kafka/failpoint.h"
 
 enum {
-    POP = 256,         /* records popped and freed together */
-    QUANTUM = 1024,    /* of one partition in a row: a START of 1,000 costs what one of 10 costs */
-    HAND_OUT = 64,     /* messages between two looks at the clock */
-    AHEAD_MAX = 65536, /* messages STARTed beside start_ahead, at most */
+    POP = 256,          /* records popped and freed together */
+    QUANTUM = 1024,     /* of one partition in a row: a START of 1,000 costs what one of 10 costs ... */
+    QUANTUM_MAX = 8192, /* ... and each is a request to the broker: callers in a hurry get longer runs */
+    HAND_OUT = 64,      /* messages between two looks at the clock */
+    AHEAD_MAX = 65536,  /* messages STARTed beside start_ahead, at most */
     AHEAD_FRESH_MS = 200,
     SLICE_US = 700 /* a normal scheduler is not held longer than about this */
 };
@@ -260,6 +261,7 @@ static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
     }
     kafka_records_free(records, n);
     if (n < (max < POP ? max : POP)) p->hot = false;
+    p->unstarted += kept;
     return kept;
 }
 
@@ -277,13 +279,18 @@ static void stored(const engine *e, int64_t *count, size_t *bytes)
     }
 }
 
-/* Twice what is handed out in a START's round trip, while hand-outs go on: as fast as the caller takes, up to AHEAD_MAX. */
+/* Twice what is handed out in a START's round trip, while hand-outs go on: as fast as the caller takes. And what the callers that
+ * went away with less than they wanted made it grow to, however long the trip takes. Up to AHEAD_MAX. */
 static int64_t ahead(const engine *e, int64_t now)
 {
-    if (!engine_marks(e) || now - e->handed_at > AHEAD_FRESH_MS) return 0;
-    return e->handed_per_trip < AHEAD_MAX / 2 ? (int64_t)(2 * e->handed_per_trip) : AHEAD_MAX;
+    if (!engine_marks(e)) return 0;
+    bool fresh = now - e->handed_at <= AHEAD_FRESH_MS;
+    uint64_t most = fresh ? 2 * e->handed_per_trip : 0;
+    if (most < e->hunger) most = e->hunger;
+    return most < AHEAD_MAX ? (int64_t)most : AHEAD_MAX;
 }
 
+<<<<<<< HEAD
 /* STARTs, each partition in its turn; what the slice has no room for is written with the next poll. */
 static void start_some(engine *e, int64_t now)
 {
@@ -298,24 +305,66 @@ static void start_some(engine *e, int64_t now)
 }
 
 static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
+=======
+/* Somebody wants more, and all that may be STARTed is under way: four times as much, once for each round trip. */
+static void starved(engine *e)
+{
+    if (e->start_reported < e->hungry_since) return;
+    for (size_t i = 0; i < e->n_active; i++) { /* what is ready waits for something else: a commit, a lane */
+        part *p = e->active[i];
+        enif_mutex_lock(p->lock);
+        bool ready = kmq_ledger_ready(&p->ledger) > 0;
+        enif_mutex_unlock(p->lock);
+        if (ready) return;
+    }
+    e->hungry_since = e->seq + 1;
+    e->hunger = e->hunger ? 4 * e->hunger : 4 * (uint64_t)e->config.start_ahead;
+    if (e->hunger > AHEAD_MAX) e->hunger = AHEAD_MAX;
+}
+
+/* Each START is a request to the broker. While more than half of what is to be STARTed ahead is on its way or durable, a partition
+ * that has a backlog waits until it has a long run for one. */
+static void start(engine *e, int64_t now)
+{
+    int64_t started = 0;
+    for (size_t i = 0; i < e->n_active; i++)
+        started += (int64_t)e->active[i]->store.count - (int64_t)e->active[i]->unstarted;
+    bool urgent = started < (e->config.start_ahead + ahead(e, now)) / 2;
+    for (size_t i = 0; i < e->n_active; i++) {
+        part *p = e->active[i];
+        if (!urgent && p->hot && p->unstarted < MARKS_RUN && !p->n_parks) continue;
+        marks_start(e, p, now);
+    }
+}
+
+static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start_us)
+>>>>>>> 30b04a9 (consumer: small local queues at full speed; long runs for each START)
 {
     if (atomic_exchange(&e->records_woken, false))
         for (size_t i = 0; i < e->n_active; i++) e->active[i]->hot = true;
     int64_t count;
     size_t idle = 0, bytes;
     stored(e, &count, &bytes);
+    if (want > 0 && engine_marks(e) && count >= e->config.start_ahead + want + ahead(e, now)) starved(e);
     int64_t room = e->config.start_ahead + want + ahead(e, now) - count;
     bool skipped = false;
-    while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start)) {
+    size_t quantum = e->n_active ? (size_t)ahead(e, now) / (2 * e->n_active) : 0;
+    quantum = quantum < QUANTUM ? QUANTUM : quantum > QUANTUM_MAX ? QUANTUM_MAX : quantum;
+    while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start_us)) {
         part *p = e->active[e->cursor % e->n_active];
         e->cursor = (e->cursor + 1) % e->n_active;
         size_t got = 0, before = p->store.bytes;
         int64_t position = p->position;
+<<<<<<< HEAD
         while (p->hot && !p->broken && !p->lame && !p->full && !p->paused && !p->blocked && got < QUANTUM &&
                (int64_t)got < room && (int64_t)(bytes + p->store.bytes - before) < e->config.store_bytes) {
+=======
+        while (p->hot && !p->broken && !p->lame && !p->full && !p->paused && !p->blocked && got < quantum &&
+               (int64_t)got < room && (int64_t)bytes < e->config.store_bytes) {
+>>>>>>> 30b04a9 (consumer: small local queues at full speed; long runs for each START)
             size_t left = (size_t)(room - (int64_t)got);
-            got += fetch_some(e, p, left < QUANTUM - got ? left : QUANTUM - got, now);
-            if (slice_over(start)) break;
+            got += fetch_some(e, p, left < quantum - got ? left : quantum - got, now);
+            if (slice_over(start_us)) break;
         }
         bytes += p->store.bytes - before;
         skipped = skipped || p->position - position > (int64_t)got;
@@ -323,7 +372,11 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         idle = p->position > position ? 0 : idle + 1;
     }
     if (skipped) engine_want_commit(e, now); /* what is skipped moves the floor, too */
+<<<<<<< HEAD
     if (engine_marks(e)) start_some(e, now);
+=======
+    if (engine_marks(e)) start(e, now);
+>>>>>>> 30b04a9 (consumer: small local queues at full speed; long runs for each START)
 }
 
 static bool may_fetch(const engine *e) { return e->state == ENGINE_OPEN && !e->draining && e->n_active; }

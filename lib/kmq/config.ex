@@ -10,9 +10,9 @@ defmodule Kmq.Config do
   #
   #     min(queued.min.messages x (value + ~300 B), queued.max.messages.kbytes + messages x ~300 B)
   #
-  # = 100,000 x 400 B = 40 MB for 100-byte messages with the settings below, 16 MiB + 16,384 x 300 B = 21 MB for 1 kB ones. They are
-  # that large because librdkafka before 2.2 rests a whole second each time a queue is full: a queue must hold a second's worth.
-  # Many partitions and little memory: lower both through `kafka_config: [consumer: [...]]`.
+  # = 20,000 x 400 B = 8 MB for 100-byte messages with the settings below, 4 MiB + 4,096 x 300 B = 5.4 MB for 1 kB ones, and what one
+  # answer of the broker goes beyond that. They can be that small because a full queue costs no second: from librdkafka 2.2 on by
+  # fetch.queue.backoff.ms, before by c_src/kafka/nudge.c. Other limits: `kafka_config: [consumer: [...]]`.
 
   alias Kmq.{Error, Options, Security}
 
@@ -510,8 +510,8 @@ defmodule Kmq.Config do
       {"enable.partition.eof", "true"},
       # Partitions added to a topic are noticed in half a minute, not in five.
       {"topic.metadata.refresh.interval.ms", "30000"},
-      {"queued.min.messages", "100000"},
-      {"queued.max.messages.kbytes", "16384"},
+      {"queued.min.messages", "20000"},
+      {"queued.max.messages.kbytes", "4096"},
       {"fetch.max.bytes", "16777216"},
       {"fetch.min.bytes", to_string(Keyword.get(fetch, :min_bytes, 1))},
       {"fetch.message.max.bytes", to_string(Keyword.get(fetch, :max_bytes, 1_048_576))},

@@ -145,10 +145,9 @@ static inline size_t reports_read(kafka_producer *producer, size_t n)
     return errors;
 }
 
-static inline void fill_partition(cluster *c, const char *name, int32_t partition, int n)
+static inline void fill(kafka_producer *producer, const char *name, int32_t partition, int n)
 {
     kafka_error err;
-    kafka_producer *producer = producer_open(c, NULL, true);
     kafka_topic *t = kafka_producer_topic(producer, name, &err);
     for (int i = 0; i < n; i++) {
         char value[32];
@@ -157,6 +156,12 @@ static inline void fill_partition(cluster *c, const char *name, int32_t partitio
         assert_int_equal(res, 0);
     }
     assert_int_equal(reports_read(producer, (size_t)n), 0);
+}
+
+static inline void fill_partition(cluster *c, const char *name, int32_t partition, int n)
+{
+    kafka_producer *producer = producer_open(c, NULL, true);
+    fill(producer, name, partition, n);
     kafka_producer_destroy(producer, NULL, NULL);
 }
 

@@ -170,6 +170,43 @@ static void destroy_full(void **state)
     assert_nothing_left();
 }
 
+/* A local queue of 200 messages, 20,000 messages: a fetcher that rests a second each time the queue is full takes minutes. */
+static void small_queue(void **state)
+{
+    (void)state;
+    enum { N = 20000 };
+    kafka_error err;
+    topic(&c, "small", 1);
+    /* in batches of 50: a fetch brings at least one */
+    kafka_property batches[] = {{"bootstrap.servers", c.bootstrap}, {"batch.num.messages", "50"}};
+    kafka_producer *producer;
+    assert_int_equal(kafka_producer_open(batches, 2, true, NULL, &producer, &err), 0);
+    fill(producer, "small", 0, N);
+    kafka_producer_destroy(producer, NULL, NULL);
+    kafka_property props[] = {{"bootstrap.servers", c.bootstrap},
+                              {"fetch.wait.max.ms", "10"},
+                              {"queued.min.messages", "200"},
+                              {"fetch.message.max.bytes", "4000"},
+                              {"?fetch.queue.backoff.ms", "10"}};
+    kafka_consumer *consumer;
+    assert_int_equal(kafka_consumer_open(props, 5, NULL, NULL, &consumer, &err), 0);
+    kafka_partition from = {.topic = "small", .offset = 0};
+    assert_int_equal(kafka_consumer_assign(consumer, &from, 1, &err), 0);
+    kafka_queue *queue = kafka_consumer_queue(consumer, "small", 0);
+    kafka_record out[64];
+    int got = 0;
+    int64_t limit_ms = now_ms() + scaled_ms(10);
+    while (got < N) {
+        size_t n = kafka_queue_pop(queue, out, 64);
+        for (size_t i = 0; i < n; i++) assert_int_equal(number(&out[i]), got++);
+        kafka_records_free(out, n);
+        if (n == 0) nap_ms(1);
+        if (now_ms() > limit_ms) fail_msg("%d of %d messages: the fetcher rests", got, (int)N);
+    }
+    kafka_consumer_destroy(consumer, NULL, NULL);
+    assert_nothing_left();
+}
+
 /* ------------------------------------------------------------------ end of partition, out of range, seek */
 
 /* Next record that is one; EOFs are skipped unless wanted. */
@@ -557,12 +594,10 @@ static void error_table(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(error_table),        cmocka_unit_test(wake_ups),
-        cmocka_unit_test(wake_by_descriptor), cmocka_unit_test(destroy_full),
-        cmocka_unit_test(out_of_range),       cmocka_unit_test(rebalance),
-        cmocka_unit_test(cooperative),        cmocka_unit_test(commit_and_outsider),
-        cmocka_unit_test(missing_topic),      cmocka_unit_test(broker_gone),
-        cmocka_unit_test(close_sequence),
+        cmocka_unit_test(error_table),   cmocka_unit_test(wake_ups),    cmocka_unit_test(wake_by_descriptor),
+        cmocka_unit_test(destroy_full),  cmocka_unit_test(small_queue), cmocka_unit_test(out_of_range),
+        cmocka_unit_test(rebalance),     cmocka_unit_test(cooperative), cmocka_unit_test(commit_and_outsider),
+        cmocka_unit_test(missing_topic), cmocka_unit_test(broker_gone), cmocka_unit_test(close_sequence),
     };
     return cmocka_run_group_tests_name("kafka consumer", tests, start, stop);
 }
