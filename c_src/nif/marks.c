@@ -395,7 +395,7 @@ static void write_parks(engine *e, part *p, int64_t now)
 void marks_start(engine *e, part *p, int64_t now)
 {
     if (now < p->start_pause_until) return;
-    p->unstarted = 0;
+    p->unstarted = MARKS_RUN; /* until nothing is left */
     write_parks(e, p, now);
     int64_t most = e->config.format == FORMAT_RANGE ? START_MOST : KMQ_BATCH;
     int64_t lease = e->config.format == FORMAT_RANGE ? e->config.lease_ms : e->config.max_processing_ms;
@@ -404,6 +404,7 @@ void marks_start(engine *e, part *p, int64_t now)
         enif_mutex_lock(p->lock);
         int rc = kmq_ledger_take_start(&p->ledger, e->ranges, sizeof e->ranges / sizeof *e->ranges, most, &n);
         enif_mutex_unlock(p->lock);
+        if (!rc && !n) p->unstarted = 0;
         if (rc || !n || !write_marks(e, p, KMQ_MARKER_START, e->ranges, n, lease, 0, 0, NULL, 0, now)) return;
         if (engine_slice_over(e)) { /* the rest with the next poll, which also asks for STARTs */
             engine_notify_owner(e, 0);

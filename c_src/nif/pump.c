@@ -265,15 +265,17 @@ static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
     return kept;
 }
 
-/* What is fetched and not handed out. A partition that stands at max_in_flight, is paused or waits for its lane takes no room from the
- * others. */
+/* A partition that stands at max_in_flight, is paused or waits for its lane. */
+static bool takes_no_room(const part *p) { return p->full || p->paused || p->blocked; }
+
+/* What is fetched and not handed out, and could be. */
 static void stored(const engine *e, int64_t *count, size_t *bytes)
 {
     *count = 0;
     *bytes = 0;
     for (size_t i = 0; i < e->n_active; i++) {
         const part *p = e->active[i];
-        if (p->full || p->paused || p->blocked) continue;
+        if (takes_no_room(p)) continue;
         *count += (int64_t)p->store.count + kmq_ledger_parking(&p->ledger);
         *bytes += p->store.bytes;
     }
@@ -290,22 +292,6 @@ static int64_t ahead(const engine *e, int64_t now)
     return most < AHEAD_MAX ? (int64_t)most : AHEAD_MAX;
 }
 
-<<<<<<< HEAD
-/* STARTs, each partition in its turn; what the slice has no room for is written with the next poll. */
-static void start_some(engine *e, int64_t now)
-{
-    for (size_t i = 0; i < e->n_active; i++) {
-        if (i && engine_slice_over(e)) {
-            engine_notify_owner(e, 0);
-            return;
-        }
-        e->start_cursor = (e->start_cursor + 1) % e->n_active;
-        marks_start(e, e->active[e->start_cursor], now);
-    }
-}
-
-static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
-=======
 /* Somebody wants more, and all that may be STARTed is under way: four times as much, once for each round trip. */
 static void starved(engine *e)
 {
@@ -322,23 +308,34 @@ static void starved(engine *e)
     if (e->hunger > AHEAD_MAX) e->hunger = AHEAD_MAX;
 }
 
-/* Each START is a request to the broker. While more than half of what is to be STARTed ahead is on its way or durable, a partition
- * that has a backlog waits until it has a long run for one. */
-static void start(engine *e, int64_t now)
+/* Is less than half of what is to be STARTed ahead on its way or durable? */
+static bool starts_urgent(const engine *e, int64_t now)
 {
     int64_t started = 0;
-    for (size_t i = 0; i < e->n_active; i++)
-        started += (int64_t)e->active[i]->store.count - (int64_t)e->active[i]->unstarted;
-    bool urgent = started < (e->config.start_ahead + ahead(e, now)) / 2;
     for (size_t i = 0; i < e->n_active; i++) {
-        part *p = e->active[i];
-        if (!urgent && p->hot && p->unstarted < MARKS_RUN && !p->n_parks) continue;
-        marks_start(e, p, now);
+        const part *p = e->active[i];
+        if (!takes_no_room(p)) started += (int64_t)p->store.count - (int64_t)p->unstarted;
+    }
+    return started < (e->config.start_ahead + ahead(e, now)) / 2;
+}
+
+/* STARTs, each partition in its turn; what the slice has no room for is written with the next poll. Each is a request to the broker: while there is
+ * no hurry, a partition that has a backlog waits until it has a long run for one. */
+static void start_some(engine *e, int64_t now)
+{
+    bool urgent = starts_urgent(e, now);
+    for (size_t i = 0; i < e->n_active; i++) {
+        if (i && engine_slice_over(e)) {
+            engine_notify_owner(e, 0);
+            return;
+        }
+        e->start_cursor = (e->start_cursor + 1) % e->n_active;
+        part *p = e->active[e->start_cursor];
+        if (urgent || !p->hot || p->unstarted >= MARKS_RUN || p->n_parks) marks_start(e, p, now);
     }
 }
 
-static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start_us)
->>>>>>> 30b04a9 (consumer: small local queues at full speed; long runs for each START)
+static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
 {
     if (atomic_exchange(&e->records_woken, false))
         for (size_t i = 0; i < e->n_active; i++) e->active[i]->hot = true;
@@ -350,21 +347,16 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start_us)
     bool skipped = false;
     size_t quantum = e->n_active ? (size_t)ahead(e, now) / (2 * e->n_active) : 0;
     quantum = quantum < QUANTUM ? QUANTUM : quantum > QUANTUM_MAX ? QUANTUM_MAX : quantum;
-    while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start_us)) {
+    while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start)) {
         part *p = e->active[e->cursor % e->n_active];
         e->cursor = (e->cursor + 1) % e->n_active;
         size_t got = 0, before = p->store.bytes;
         int64_t position = p->position;
-<<<<<<< HEAD
-        while (p->hot && !p->broken && !p->lame && !p->full && !p->paused && !p->blocked && got < QUANTUM &&
-               (int64_t)got < room && (int64_t)(bytes + p->store.bytes - before) < e->config.store_bytes) {
-=======
-        while (p->hot && !p->broken && !p->lame && !p->full && !p->paused && !p->blocked && got < quantum &&
-               (int64_t)got < room && (int64_t)bytes < e->config.store_bytes) {
->>>>>>> 30b04a9 (consumer: small local queues at full speed; long runs for each START)
+        while (p->hot && !p->broken && !p->lame && !takes_no_room(p) && got < quantum && (int64_t)got < room &&
+               (int64_t)(bytes + p->store.bytes - before) < e->config.store_bytes) {
             size_t left = (size_t)(room - (int64_t)got);
             got += fetch_some(e, p, left < quantum - got ? left : quantum - got, now);
-            if (slice_over(start_us)) break;
+            if (slice_over(start)) break;
         }
         bytes += p->store.bytes - before;
         skipped = skipped || p->position - position > (int64_t)got;
@@ -372,11 +364,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start_us)
         idle = p->position > position ? 0 : idle + 1;
     }
     if (skipped) engine_want_commit(e, now); /* what is skipped moves the floor, too */
-<<<<<<< HEAD
     if (engine_marks(e)) start_some(e, now);
-=======
-    if (engine_marks(e)) start(e, now);
->>>>>>> 30b04a9 (consumer: small local queues at full speed; long runs for each START)
 }
 
 static bool may_fetch(const engine *e) { return e->state == ENGINE_OPEN && !e->draining && e->n_active; }
