@@ -410,8 +410,9 @@ KMQ_NIF(nif_consumer_reset)
         return term_error_atom(env, atoms.stale);
     }
     kafka_error err = {0};
-    return unlock_result(env, e, engine_reset(e, p, offset < 0 ? p->position : offset, offset < 0 ? p->sent : -1, &err),
-                         &err);
+    int rc = engine_reset(e, p, offset < 0 ? p->position : offset, offset < 0 ? p->sent : -1, &err);
+    if (!rc && offset >= 0) engine_made_anew(e, p->topic, p->partition, offset);
+    return unlock_result(env, e, rc, &err);
 }
 
 KMQ_NIF(nif_consumer_rebuild)

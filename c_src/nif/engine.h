@@ -101,6 +101,7 @@ struct part {
     kafka_queue *queue; /* NULL when retired */
     bool hot;           /* its queue may hold more */
     bool broken;        /* waits for a new position (out of range) */
+    bool forgotten;     /* of a topic that is made anew: nothing more is written about it */
     bool paused;        /* asked for: neither fetched nor handed out */
     int32_t lane;       /* the processor that keeps its order, or LANE_UNKNOWN */
     bool blocked;       /* its next message waits for room in its lane */
@@ -285,6 +286,9 @@ void engine_rebalance_event(engine *engine, const kafka_event *event, ErlNifEnv 
                             int64_t now);
 void engine_revoke_on(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
 void engine_retire_all(engine *engine);
+/* The partition begins at `offset`, before what was read of it: its topic is another one of the same name. What was handed out of the old one is
+ * forgotten, or its acks would settle what stands in the same places now. */
+void engine_made_anew(engine *engine, const engine_topic *topic, int32_t partition, int64_t offset);
 void engine_reap(engine *engine); /* frees what is retired and holds nothing any more */
 void engine_part_free(part *part);
 

@@ -90,7 +90,7 @@ static int64_t count_offsets(const kmq_range *ranges, size_t n)
 static void give_back(engine *e, part *p, uint8_t type, uint8_t cause, uint8_t flags, int64_t time_ms, const char *text,
                       size_t text_len, const kmq_range *ranges, size_t n, int64_t now)
 {
-    if (!n) return;
+    if (!n || p->forgotten) return;
     bool awaited = marks_awaited(type, cause);
     enif_mutex_lock(p->lock);
     switch (type) {

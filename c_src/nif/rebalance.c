@@ -160,6 +160,36 @@ void engine_retire_all(engine *e)
     retire_leaving(e);
 }
 
+/* What is in work, and what became of it, is of no message that there is: its acks are unknown from now on. */
+static void forget(engine *e, part *p)
+{
+    kmq_delivery delivery = p->ledger.delivery;
+    enif_mutex_lock(p->lock);
+    int64_t dropped = kmq_ledger_ends(&p->ledger);
+    while (p->retries) {
+        retry *r = p->retries;
+        p->retries = r->next;
+        dropped += r->range.hi - r->range.lo;
+        enif_free(r);
+    }
+    p->retries_tail = &p->retries;
+    kmq_ledger_free(&p->ledger);
+    kmq_ledger_init(&p->ledger, &core_alloc, delivery, p->position, e->config.max_processing_ms);
+    kmq_ledger_retire(&p->ledger);
+    p->forgotten = true;
+    enif_mutex_unlock(p->lock);
+    atomic_fetch_sub(&e->pending, dropped);
+}
+
+void engine_made_anew(engine *e, const engine_topic *topic, int32_t partition, int64_t offset)
+{
+    for (int32_t i = e->first_slot; i < e->n_slots; i++) {
+        part *p = e->slots[i];
+        if (p && p->state == PART_RETIRED && p->topic == topic && p->partition == partition && p->position > offset)
+            forget(e, p);
+    }
+}
+
 void engine_reap(engine *e)
 {
     for (int32_t i = e->first_slot; i < e->n_slots && e->n_retired; i++) {
@@ -220,6 +250,8 @@ int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_
         enif_free(active);
         return rc;
     }
+    for (size_t i = 0; i < n; i++)
+        if (!has_commit[i]) engine_made_anew(e, fresh[i]->topic, fresh[i]->partition, fresh[i]->position);
     for (size_t i = 0; i < n; i++)
         fresh[i]->queue = kafka_consumer_queue(e->consumer, fresh[i]->topic->name, fresh[i]->partition);
     if (e->active) {

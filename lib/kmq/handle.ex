@@ -898,13 +898,14 @@ defmodule Kmq.Handle do
     state = stop_resolvers(state)
     config = state.config
     resets = resets(state, partitions)
+    seen = MapSet.new(state.begun, &elem(&1, 0))
 
     {pid, monitor} =
       spawn_monitor(fn ->
         receive do
           :stop -> :ok
         after
-          delay -> exit({:resolved, positions(config, partitions, resets)})
+          delay -> exit({:resolved, positions(config, partitions, resets, seen)})
         end
       end)
 
@@ -941,6 +942,7 @@ defmodule Kmq.Handle do
         level = if partitions == [], do: :debug, else: :info
         Logger.log(level, "kmq: #{name(state)}: assigned #{describe(partitions)}")
         telemetry([:assigned], %{count: length(partitions)}, state, %{partitions: partitions})
+        note_beginnings(state, positions)
         poll(%{state | begun: MapSet.union(state.begun, MapSet.new(partitions))})
 
       {:error, :stale} ->
@@ -959,14 +961,32 @@ defmodule Kmq.Handle do
     end
   end
 
+  # The first start of a group, or one whose commits are gone: nobody should have to guess which.
+  defp note_beginnings(state, positions) do
+    without = for {topic, partition, offset, false} <- positions, do: {topic, partition, offset}
+
+    if without != [] do
+      Logger.info(
+        "kmq: #{name(state)}: no commit found for #{describe(for {t, p, _} <- without, do: {t, p})}, reading begins there as " <>
+          ":offset_reset_policy says"
+      )
+
+      for {topic, partition, offset} <- without do
+        metadata = %{topic: topic, partition: partition, reason: :no_commit}
+        telemetry([:offset_reset], %{to: offset}, state, metadata)
+      end
+    end
+  end
+
   # offset_reset_policy holds at the group's very first start: when no partition of the topic has a commit. A partition
-  # that was born later begins at its beginning.
+  # that was born later begins at its beginning, and so does a topic that this consumer has read before and that has lost its commits: it was made anew.
   #
   # A queue topic may have grown: its marker topic is grown first, where that is wanted. Where not, START fails and says so,
   # and these partitions wait until it has grown.
-  defp positions(_config, [], _resets), do: []
+  defp positions(_config, [], _resets, _seen), do: []
 
-  defp positions(config, partitions, resets) do
+  # seen: topics it has been assigned partitions of. One of these without a commit is a new topic of the same name.
+  defp positions(config, partitions, resets, seen) do
     if config.create_topics do
       with {:error, error} <- Topics.prepare(config),
            do: Logger.error("kmq: #{config.group_id}: #{Exception.message(error)}")
@@ -975,11 +995,13 @@ defmodule Kmq.Handle do
     with_admin(config, fn admin ->
       partitions
       |> Enum.group_by(&elem(&1, 0), &elem(&1, 1))
-      |> Enum.flat_map(fn {topic, mine} -> topic_positions(config, admin, topic, mine, resets) end)
+      |> Enum.flat_map(fn {topic, mine} ->
+        topic_positions(config, admin, topic, mine, resets, topic in seen)
+      end)
     end)
   end
 
-  defp topic_positions(config, admin, topic, mine, resets) do
+  defp topic_positions(config, admin, topic, mine, resets, seen?) do
     {:ok, {count, _}} = :kmq_nif.admin_partitions(admin, topic, @admin_timeout)
     all = Enum.map(0..(max(count, Enum.max(mine) + 1) - 1), &{topic, &1})
     {:ok, commits} = :kmq_nif.admin_committed(admin, all, @admin_timeout)
@@ -987,7 +1009,7 @@ defmodule Kmq.Handle do
     commits =
       for {_, partition, offset} <- commits, offset >= 0, into: %{}, do: {partition, offset}
 
-    first? = commits == %{}
+    first? = commits == %{} and not seen?
 
     for partition <- mine do
       case commits do

@@ -1,0 +1,77 @@
+defmodule Kmq.Test.TopicLife do
+  @moduledoc false
+  # Tests in which a topic is deleted under its consumers, run in a VM of their own: librdkafka before 2.6.1 may never destroy a client
+  # after that (its threads stay until the VM ends), and whoever counts native handles afterwards would find it.
+
+  import ExUnit.Assertions
+  import Kmq.Test.Eventually
+  import Kmq.Test.ClusterCase, only: [publish: 3, pull: 2, pull: 3]
+
+  alias Kmq.{Consumer, Handle, Topics}
+  alias Kmq.Test.Kafka
+
+  def assigned(consumer) do
+    info = Handle.info(GenServer.call(consumer, :handle))
+    Enum.sort(for %{state: :assigned} = p <- info.partitions, do: p.partition)
+  end
+
+  defp delete(cluster, topic) do
+    :ok = Topics.delete_topic(topic, hosts: cluster.hosts)
+    eventually(fn -> Kafka.partitions(cluster.hosts, topic) == 0 end, 10_000)
+  end
+
+  defp start(options) do
+    {:ok, consumer} = Consumer.start_link(options)
+    consumer
+  end
+
+  defp stopped_in_time(consumer) do
+    {us, :ok} = :timer.tc(fn -> Consumer.stop(consumer) end)
+    assert us < scaled(10_000) * 1_000
+  end
+
+  @doc "Deleted and made anew; `noticed?`: the group has given its partitions back in between."
+  def anew(cluster, topic, options, noticed?) do
+    consumer = start(options)
+    eventually(fn -> assigned(consumer) == [0] end, 20_000)
+    publish(cluster, topic, for(i <- 1..300, do: "old #{i}"))
+    old = pull(consumer, 300)
+    {open, done} = Enum.split(old, 20)
+    assert Kmq.ack(done, sync: true) == :ok
+
+    delete(cluster, topic)
+    if noticed?, do: eventually(fn -> assigned(consumer) == [] end, 20_000)
+    :ok = Topics.create_topic(topic, 1, hosts: cluster.hosts)
+    publish(cluster, topic, for(i <- 1..30, do: "new #{i}"))
+
+    new = pull(consumer, 30, 60_000)
+    assert Enum.map(new, &{&1.value, &1.attempt}) == for(i <- 1..30, do: {"new #{i}", 1})
+
+    # An ack of the old life must not settle what stands in its place now.
+    assert {:error, refused} = Kmq.ack(open)
+    assert length(refused) == 20
+    {lost, kept} = Enum.split_with(new, &(&1.offset in [3, 4]))
+    assert Kmq.ack(kept, sync: true) == :ok
+    assert Kmq.retry(lost, delay: 0) == :ok
+    again = pull(consumer, 2)
+    assert Enum.sort(Enum.map(again, &{&1.value, &1.attempt})) == [{"new 4", 2}, {"new 5", 2}]
+    assert Kmq.ack(again, sync: true) == :ok
+    %{partitions: partitions} = Kmq.info(consumer)
+    assert Enum.all?(partitions, &(&1.lag == nil or &1.lag >= 0))
+    stopped_in_time(consumer)
+    :ok
+  end
+
+  @doc "Six consumers of a topic that is deleted, closed one by one."
+  def six(cluster, topic, options) do
+    consumers = for _ <- 1..6, do: start(options)
+    publish(cluster, topic, for(i <- 0..599, do: {"#{i}", partition: rem(i, 6)}))
+    eventually(fn -> Enum.all?(consumers, &(length(assigned(&1)) == 1)) end, 40_000)
+    for consumer <- consumers, do: pull(consumer, 1)
+    [first, second | _] = consumers
+    for consumer <- [first, second], do: :ok = Kmq.pause(consumer, :all)
+    :ok = Kmq.resume(first, :all)
+    delete(cluster, topic)
+    Enum.each(consumers, &stopped_in_time/1)
+  end
+end
