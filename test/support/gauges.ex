@@ -44,6 +44,7 @@ defmodule Kmq.Test.Gauges do
   # -1: never; a clock's own count.
   @may_be_negative [
     {[:kmq, :open], :next_due_ms},
+    {[:kmq, :tracker, :lag], :checkpoint_age_ms},
     {[:kmq, :assignments_revoked, :stop], :monotonic_time}
   ]
 

@@ -27,7 +27,7 @@ defmodule Kmq.Test.Bodies.Fatal do
     assert :ok = Publisher.close(publisher)
   end
 
-  body "a fatal consumer client is replaced: what is in work can be settled, the rest comes at no attempt, none twice",
+  body "fatal clients are replaced: what is in work can be settled, the rest comes at no attempt, none twice",
        %{cluster: cluster} do
     topic = queue(cluster, 2)
     n = 400
@@ -40,6 +40,8 @@ defmodule Kmq.Test.Bodies.Fatal do
       Enum.map_reduce(1..2, [], fn round, open ->
         taken = take(consumer, 100, [])
         began = System.monotonic_time(:millisecond)
+        # The second time both, at once.
+        if round == 2, do: assert(:ok = GenServer.call(handle.pid, {:test_fatal, :producer}))
         assert :ok = GenServer.call(handle.pid, {:test_fatal, :consumer})
 
         # It is the same handle: whoever holds a message notices nothing.
