@@ -210,13 +210,70 @@ static void a_hundred_thousand_atoms(void **state)
     ei_x_free(&x);
 }
 
+/* As a peer may write them: what is no number of ours is refused, whatever its size. */
+static void numbers_of_every_size(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *bytes;
+        size_t n;
+        bool good;
+    } cases[] = {
+        {"a\377", 2, true},                                   /* 255 */
+        {"b\177\377\377\377", 5, true},                       /* 2^31-1 */
+        {"b\377\377\377\377", 5, false},                      /* -1 */
+        {"n\10\0\0\0\0\0\0\0\0\10", 11, true},                /* 2^59 */
+        {"n\10\0\377\377\377\377\377\377\377\177", 11, true}, /* 2^63-1 */
+        {"n\10\0\0\0\0\0\0\0\0\200", 11, false},              /* 2^63 */
+        {"n\10\1\0\0\0\0\0\0\0\10", 11, false},               /* -2^59 */
+        {"n\11\0\0\0\0\0\0\0\0\0\1", 12, false},              /* 2^64 */
+        {"o\0\0\0\11\0\0\0\0\0\0\0\0\0\1", 15, false},        /* the same, said at length */
+        {"F\101\340\0\0\0\0\0\0", 9, false},                  /* 2^31 as a float */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        tracker_command command;
+        tracker_config config;
+        ei_x_buff x;
+        ei_x_new(&x);
+        configure(&x, "rate");
+        /* one pair more, at the end */
+        int at = 0, version, arity, pairs;
+        long long id;
+        char atom[64];
+        ei_decode_version(x.buff, &at, &version);
+        ei_decode_tuple_header(x.buff, &at, &arity);
+        ei_decode_longlong(x.buff, &at, &id);
+        ei_decode_atom(x.buff, &at, atom);
+        x.buff[at + 4]++; /* a map's size: 4 bytes behind its tag */
+        ei_decode_map_header(x.buff, &at, &pairs);
+        ei_x_encode_atom(&x, "rate");
+        uint8_t *copy = malloc((size_t)x.index + cases[i].n); /* exact: ASan sees a byte too many */
+        memcpy(copy, x.buff, (size_t)x.index);
+        memcpy(copy + x.index, cases[i].bytes, cases[i].n);
+        if (tracker_command_decode(copy, (size_t)x.index + cases[i].n, &command) == 0) {
+            const char *wrong = tracker_config_decode(&command, &config);
+            if (cases[i].good) {
+                assert_null(wrong);
+                assert_true(config.rate > 0);
+                tracker_config_free(&config);
+            } else {
+                assert_string_equal(wrong, "rate");
+            }
+        } else {
+            assert_false(cases[i].good);
+        }
+        free(copy);
+        ei_x_free(&x);
+    }
+}
+
 int main(void)
 {
     ei_init();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_configuration_is_read),  cmocka_unit_test(every_cut_and_every_flip_is_survived),
         cmocka_unit_test(nesting_is_bounded),       cmocka_unit_test(lengths_that_lie_are_refused),
-        cmocka_unit_test(a_hundred_thousand_atoms),
+        cmocka_unit_test(a_hundred_thousand_atoms), cmocka_unit_test(numbers_of_every_size),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
