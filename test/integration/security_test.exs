@@ -8,7 +8,7 @@ defmodule Kmq.Integration.SecurityTest do
   import Kmq.Test.Eventually
 
   alias Kmq.{Consumer, Publisher, Topics}
-  alias Kmq.Test.{Kafka, Scene, SecuredKafka, VM}
+  alias Kmq.Test.{Kafka, Relay, Scene, SecuredKafka, VM}
 
   @moduletag :integration
   @moduletag :secured
@@ -187,8 +187,14 @@ defmodule Kmq.Integration.SecurityTest do
 
   # ---- rights
 
-  test "the rights of guides/security.md are enough for each part, and nothing more is asked for",
-       context do
+  for redelivery <- [:idempotent, :transactional] do
+    test "the rights of guides/security.md are enough for each part, and nothing more is asked for, redelivery: #{redelivery}",
+         context do
+      rights(context, unquote(redelivery))
+    end
+  end
+
+  defp rights(context, redelivery) do
     topic = queue(context.cluster, 1, "rights")
     group = unique("g")
 
@@ -215,6 +221,12 @@ defmodule Kmq.Integration.SecurityTest do
       {:group, Kmq.Tracker.tracker_group(group), [:read]}
     ])
 
+    if redelivery == :transactional,
+      do:
+        grant(context, "tracker", [
+          {:transactional_id, Kmq.Tracker.tracker_group(group) <> "/*", [:write, :describe]}
+        ])
+
     plain = [create_topics: false, tracker: :external, max_redeliveries: 1, group_id: group]
 
     log =
@@ -225,6 +237,7 @@ defmodule Kmq.Integration.SecurityTest do
            client_config: client(context, "tracker"),
            topics: [topic],
            group_id: group,
+           redelivery: redelivery,
            max_redeliveries: 1}
         )
 
@@ -264,6 +277,45 @@ defmodule Kmq.Integration.SecurityTest do
     assert error.reason == :topic_authorization_failed
     assert error.message =~ inspect(markers)
     assert error.message =~ "guides/security.md"
+  end
+
+  test "the rights for making topics, for growing them, and for dead letters", context do
+    topic = queue(context.cluster, 1, "make")
+    group = unique("g")
+    [markers, letters] = [Topics.marker_topic(topic, group), Topics.dead_letter_topic(topic)]
+    client = client(context, "app")
+    options = [hosts: context.sasl, client_config: client, topics: [topic], group_id: group]
+    grant(context, "app", [{:topic, topic, [:read]}])
+    assert {:error, %{reason: :topic_authorization_failed}} = Topics.create(options)
+
+    grant(
+      context,
+      "app",
+      for(name <- [markers, letters], do: {:topic, name, [:create, :describe]})
+    )
+
+    assert {:ok, %{^topic => 1}} = Topics.create(options)
+
+    # Q grows, M with it
+    {:ok, admin} = Kmq.Security.admin_open([{"bootstrap.servers", context.cluster.hosts}], 5_000)
+    :ok = :kmq_nif.admin_create_partitions(admin, topic, 2, 15_000)
+    :kmq_nif.admin_close(admin)
+    eventually(fn -> assert Kafka.partitions(context.cluster.hosts, topic) == 2 end)
+    assert {:error, _} = Topics.create(options)
+    grant(context, "app", for(name <- [markers, letters], do: {:topic, name, [:alter]}))
+    eventually(fn -> assert {:ok, %{^topic => 2}} = Topics.create(options) end)
+
+    publish(context.cluster, letters, [{"dead", headers: [{"kmq-cause", "rejected"}]}])
+    connection = [hosts: context.sasl, client_config: client]
+
+    grant(context, "app", [
+      {:topic, letters, [:read]},
+      {:topic, topic, [:write]},
+      {:group, letters <> "__redrive", [:read]}
+    ])
+
+    assert [%{value: "dead"}] = topic |> Kmq.DeadLetters.stream(connection) |> Enum.to_list()
+    assert {:ok, %{redriven: 1}} = Kmq.DeadLetters.redrive(topic, connection)
   end
 
   # Taken away again at the end of the test.
@@ -479,17 +531,14 @@ defmodule Kmq.Integration.SecurityTest do
   end
 
   test "the daemon takes its token from a file, waits for one, and shows no secret", context do
-    dir = Path.join(System.tmp_dir!(), unique("kmq-token"))
-    File.mkdir_p!(dir)
-    on_exit(fn -> File.rm_rf!(dir) end)
-    [conf, log, file] = for name <- ["conf", "log", "token"], do: Path.join(dir, name)
+    dir = folder()
+    file = Path.join(dir, "token")
     topic = queue(context.cluster, 1, "daemon")
     group = unique("g")
     {:ok, _} = Topics.create(hosts: context.cluster.hosts, topics: [topic], group_id: group)
     File.write!(file, "")
-    File.write!(log, "")
 
-    File.write!(conf, """
+    conf = """
     group = #{group}
     queue = #{topic}
     log_level = 7
@@ -499,20 +548,9 @@ defmodule Kmq.Integration.SecurityTest do
     kafka.ssl.ca.location = #{context.ca}
     kafka.sasl.mechanism = OAUTHBEARER
     kafka.sasl.password = env:KMQ_TEST_PASSWORD
-    """)
+    """
 
-    script = ~S("$0" --config "$1" </dev/null >"$2" 2>&1 & echo $!; cat; kill $! 2>/dev/null)
-
-    port =
-      Port.open({:spawn_executable, "/bin/sh"}, [
-        :binary,
-        line: 100,
-        env: [{~c"KMQ_TEST_PASSWORD", ~c"hunter2"}],
-        args: ["-c", script, to_string(:kmq_port.program(~c"kmq_tracker")), conf, log]
-      ])
-
-    assert_receive {^port, {:data, {:eol, pid}}}, scaled(5_000)
-    on_exit(fn -> System.cmd("kill", ["-KILL", pid], stderr_to_stdout: true) end)
+    %{log: log, pid: pid} = daemon = daemon(dir, conf, [{"KMQ_TEST_PASSWORD", "hunter2"}])
     eventually(fn -> assert File.read!(log) =~ "token_file: #{file}: is empty" end)
     token = SecuredKafka.token("root", 60_000)
     File.write!(file, token <> "\n")
@@ -528,9 +566,7 @@ defmodule Kmq.Integration.SecurityTest do
 
     shown = File.read!(log) <> File.read!("/proc/#{pid}/cmdline")
     for secret <- [token, "hunter2"], do: refute(shown =~ secret)
-    System.cmd("kill", ["-TERM", pid])
-    eventually(fn -> not VM.os_alive?(String.to_integer(pid)) end)
-    Port.close(port)
+    term(daemon)
   end
 
   # ---- secrets
@@ -708,6 +744,87 @@ defmodule Kmq.Integration.SecurityTest do
     assert [message] = pull(consumer, 1)
     :ok = Kmq.ack(message, sync: true)
     :ok = Publisher.close(publisher)
+  end
+
+  # The name is resolved by a library of the test's own, loaded into the daemon.
+  test "a broker that moved to another address under the same name is found there", context do
+    "moving.test:" <> port = hosts = Kafka.listener(context.kafka, "MOVES")
+    "127.0.0.1:" <> real = Kafka.listens_at(context.kafka, "MOVES")
+    {port, to} = {String.to_integer(port), {{127, 0, 0, 1}, String.to_integer(real)}}
+    dir = folder()
+    [library, address] = for name <- ["moving.so", "address"], do: Path.join(dir, name)
+    source = Path.expand("../support/moving/moving.c", __DIR__)
+
+    {_, 0} =
+      System.cmd("cc", ["-shared", "-fPIC", "-o", library, source, "-ldl"], stderr_to_stdout: true)
+
+    topic = queue(context.cluster, 1, "moves")
+    options = options(context.cluster, topic, tracker: :external)
+    {:ok, _} = Topics.create(Keyword.take(options, [:hosts, :topics, :group_id]))
+    consumer = consumer(options)
+    move = fn ip -> File.write!(address, ip <> "\n") end
+
+    move.("127.0.0.2")
+    old = Relay.start({{127, 0, 0, 2}, port}, to)
+
+    daemon =
+      daemon(
+        dir,
+        "group = #{options[:group_id]}\nqueue = #{topic}\nkafka.bootstrap.servers = #{hosts}\n",
+        [
+          {"LD_PRELOAD", library},
+          {"KMQ_TEST_ADDRESS", address}
+        ]
+      )
+
+    again = fn value ->
+      publish(context.cluster, topic, [value])
+      assert [%{value: ^value} = message] = pull(consumer, 1)
+      :ok = Kmq.retry(message, delay: 0)
+      assert [%{value: ^value, attempt: 2} = message] = pull(consumer, 1, 40_000)
+      :ok = Kmq.ack(message, sync: true)
+    end
+
+    again.("here")
+    move.("127.0.0.3")
+    Relay.stop(old)
+    new = Relay.start({{127, 0, 0, 3}, port}, to)
+    again.("there")
+    term(daemon)
+    Relay.stop(new)
+  end
+
+  defp folder do
+    dir = Path.join(System.tmp_dir!(), unique("kmq-security"))
+    File.mkdir_p!(dir)
+    on_exit(fn -> File.rm_rf!(dir) end)
+    dir
+  end
+
+  # kmq_tracker by itself, ended with this VM at the latest.
+  defp daemon(dir, conf, env) do
+    [file, log] = for name <- ["conf", "log"], do: Path.join(dir, name)
+    File.write!(file, conf)
+    File.write!(log, "")
+    script = ~S("$0" --config "$1" </dev/null >"$2" 2>&1 & echo $!; cat; kill $! 2>/dev/null)
+
+    port =
+      Port.open({:spawn_executable, "/bin/sh"}, [
+        :binary,
+        line: 100,
+        env: for({name, value} <- env, do: {to_charlist(name), to_charlist(value)}),
+        args: ["-c", script, to_string(:kmq_port.program(~c"kmq_tracker")), file, log]
+      ])
+
+    assert_receive {^port, {:data, {:eol, pid}}}, scaled(5_000)
+    on_exit(fn -> System.cmd("kill", ["-KILL", pid], stderr_to_stdout: true) end)
+    %{port: port, pid: pid, log: log}
+  end
+
+  defp term(%{pid: pid, port: port}) do
+    System.cmd("kill", ["-TERM", pid])
+    eventually(fn -> not VM.os_alive?(String.to_integer(pid)) end)
+    Port.close(port)
   end
 
   test "a name with a dot at its end is the same host, or refused by its name", context do

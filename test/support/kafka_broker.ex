@@ -79,7 +79,7 @@ defmodule Kmq.Test.Kafka do
 
   @doc """
   Starts a node, linked to the caller. Options: `config: %{"server.property" => value}`; `jvm: [flag]` instead of the
-  flags for a small JVM that starts fast (a benchmark wants others); `listeners: [{name, protocol, address, advertised host}]`
+  flags for a small JVM that starts fast (a benchmark wants others); `listeners: [{name, protocol, address, advertised host, or "host:port"}]`
   beside the plain one (their addresses: `listener/2`); `format: [argument]` for StorageTool; `prepare: fun` of the node's folder,
   called before anything runs.
   """
@@ -97,7 +97,10 @@ defmodule Kmq.Test.Kafka do
   def bootstrap(kafka), do: GenServer.call(kafka, :bootstrap, :infinity)
 
   @doc "The address of one of its other listeners."
-  def listener(kafka, name), do: GenServer.call(kafka, {:listener, name}, :infinity)
+  def listener(kafka, name), do: GenServer.call(kafka, {:listener, name}, :infinity) |> elem(1)
+
+  @doc "Where it listens itself, when what it advertises is another place."
+  def listens_at(kafka, name), do: GenServer.call(kafka, {:listener, name}, :infinity) |> elem(0)
 
   @doc "The node's folder."
   def dir(kafka), do: GenServer.call(kafka, :dir, :infinity)
@@ -286,8 +289,14 @@ defmodule Kmq.Test.Kafka do
     [port, controller | ports] = free_ports(2 + length(others))
 
     others =
-      for {{name, protocol, at, as}, port} <- Enum.zip(others, ports),
-          do: {name, protocol, "#{at}:#{port}", "#{as}:#{port}"}
+      for {{name, protocol, at, as}, port} <- Enum.zip(others, ports) do
+        as =
+          if String.contains?(as, ":") and not String.ends_with?(as, "]"),
+            do: as,
+            else: "#{as}:#{port}"
+
+        {name, protocol, "#{at}:#{port}", as}
+      end
 
     File.rm_rf!(Path.join(state.dir, "data"))
 
@@ -296,7 +305,8 @@ defmodule Kmq.Test.Kafka do
       properties(state, port, controller, others)
     )
 
-    state = %{state | listeners: Map.new(others, fn {name, _, _, address} -> {name, address} end)}
+    listeners = Map.new(others, fn {name, _, at, as} -> {name, {at, as}} end)
+    state = %{state | listeners: listeners}
 
     with :ok <- format(state),
          {:ok, state} <- run(%{state | bootstrap: "127.0.0.1:#{port}"}) do

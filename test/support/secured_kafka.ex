@@ -7,6 +7,7 @@ defmodule Kmq.Test.SecuredKafka do
   #   MUTUAL     SSL, "localhost"         asks for the client's certificate
   #   SASL       SASL_SSL, "localhost"    all mechanisms; users, passwords: user/1
   #   CLEAR      SASL_PLAINTEXT           the same without TLS
+  #   MOVES      PLAINTEXT                says that it is at a port of "moving.test": a name of test/support/moving, where the test's relay listens
   #   SIX        PLAINTEXT, [::1]         where the machine has that address
   #
   # Users may do what acl/3 grants and nothing else. "root" may do everything.
@@ -64,8 +65,16 @@ defmodule Kmq.Test.SecuredKafka do
       {"TLS", "SSL", "127.0.0.1", "localhost"},
       {"MUTUAL", "SSL", "127.0.0.1", "localhost"},
       {"SASL", "SASL_SSL", "127.0.0.1", "localhost"},
-      {"CLEAR", "SASL_PLAINTEXT", "127.0.0.1", "localhost"}
+      {"CLEAR", "SASL_PLAINTEXT", "127.0.0.1", "localhost"},
+      {"MOVES", "PLAINTEXT", "127.0.0.1", "moving.test:#{moving_port()}"}
     ] ++ if(six?(), do: [{"SIX", "PLAINTEXT", "[::1]", "[::1]"}], else: [])
+  end
+
+  defp moving_port do
+    {:ok, socket} = :gen_tcp.listen(0, ip: {127, 0, 0, 1})
+    {:ok, port} = :inet.port(socket)
+    :gen_tcp.close(socket)
+    port
   end
 
   defp scram(user) do
