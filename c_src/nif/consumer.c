@@ -175,7 +175,7 @@ KMQ_NIF(nif_consumer_open)
     e->renew_due = engine_now() + e->config.lease_ms / 3;
     enif_self(env, &e->owner);
     e->owner_alive = true;
-    isolate_join(e); /* before anything can end it */
+    if (engine_marks(e)) isolate_join(e); /* before anything can end it; without markers nobody is counted out */
     kafka_error err = {0};
     kafka_wake control = {.fn = engine_control_woken, .ctx = e, .fd = -1},
                records = {.fn = engine_records_woken, .ctx = e, .fd = -1};

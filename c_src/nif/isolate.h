@@ -1,4 +1,5 @@
-/* isolate - killers do not take innocents with them: who may be handed out beside whom, in the whole VM.
+/* isolate - killers do not take innocents with them: who may be handed out beside whom, in the whole VM. Engines without markers count no
+ * attempts and take no part.
  *
  * A suspect is a message whose last cause was a crash: it was in work when its VM died, so it may have been what killed it. At most
  * ISOLATE_MOST of them are out at once, over all engines. On its last attempt a suspect goes alone: if the VM dies again, it alone is

@@ -149,4 +149,20 @@ defmodule Kmq.Sandbox.IsolationTest do
   defp info(consumer), do: Kmq.Handle.info(GenServer.call(consumer, :handle))
   defp waiting(consumer), do: info(consumer).waiting
   defp ends(consumer), do: info(consumer).ends + info(consumer).in_flight
+
+  test "who has no markers counts nobody out, and is not waited for", %{cluster: cluster} do
+    [other, topic] = for name <- ["o", "q"], do: queue(cluster, 1, name)
+    publish(cluster, other, ["held"])
+    beside = consumer(options(cluster, other, delivery: :offsets))
+    [held] = pull(beside, 1)
+    publish(cluster, topic, [crashed("crashed", 1)])
+    # Longer than the test: who waits for `held` does not get it in time.
+    options = [max_redeliveries: 1, drain_timeout: 600_000, lease: 30_000]
+    consumer = consumer(options(cluster, topic, options))
+    assert [%{attempt: 2} = message] = pull(consumer, 1)
+    publish(cluster, other, ["meanwhile"])
+    assert [%{value: "meanwhile"} = meanwhile] = pull(beside, 1)
+    assert Kmq.ack(message) == :ok
+    assert Kmq.ack([held, meanwhile]) == :ok
+  end
 end
