@@ -7,6 +7,7 @@
 #   make test-long       the long runs too                  make test-asan       the NIF under ASan and UBSan, on the sandbox
 #   make check           the C tests, under ASan and UBSan  make check-deps      core <- kafka <- {nif, tracker}
 #   make tsan            the core's tests under TSan        make coverage        what of the core no test reaches
+#   make bench-redelivery  the tracker: how fast, in both ways of redelivery
 #   make bench-core      the core's data structures alone   make lint            formats, warnings, clang-tidy, shellcheck
 #   make setup           what a build needs                 make setup-test      what the tests need, Kafka's jars included
 #   make format          as lint wants it                   make docs            HTML, where ex_doc is; make clean
@@ -30,7 +31,7 @@ export LC_ALL ?= C.UTF-8
 export KMQ_WERROR := $(WERROR)
 export WERROR
 
-.PHONY: help demo test test-long test-asan bench bench-core check check-deps coverage tsan lint format docs setup setup-test clean
+.PHONY: help demo test test-long test-asan bench bench-redelivery bench-core check check-deps coverage tsan lint format docs setup setup-test clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^An Elixir/,$$d'
@@ -89,6 +90,10 @@ bench: setup-test
 	@MIX_ENV=prod mix compile
 	@ERL_FLAGS="+sbwt none +sbwtdcpu none +sbwtdio none" MIX_ENV=prod KMQ_RDKAFKA_ALONE=$(BUILD)/release/rdkafka_alone mix run --no-start bench/bench.exs \
 	    $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
+
+bench-redelivery: setup-test
+	@MIX_ENV=prod mix compile
+	@MIX_ENV=prod mix run --no-start bench/redelivery.exs $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
 
 bench-core: setup
 	@$(C) VARIANT=release ../_build/c/release/bench_core

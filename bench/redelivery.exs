@@ -1,6 +1,6 @@
 # How fast the tracker redelivers, one way and the other, on real Kafka on the same machine.
 #
-#   MIX_ENV=prod mix run --no-start bench/redelivery.exs [--kafka HOST:PORT] [--messages 400000] [--partitions 8] [--bytes 100] [--runs 1]
+#   make bench-redelivery, or: MIX_ENV=prod mix run --no-start bench/redelivery.exs [--kafka HOST:PORT] [--messages 400000] [--partitions 8] [--bytes 100] [--runs 1]
 #
 # Throughput: all are due when the tracker starts; from its first report of copies to the last message. Latency: one message at a time, on
 # an idle topic, as the tracker reports it (deadline to acknowledged copy, or to commit).
@@ -139,7 +139,7 @@ defmodule RedeliveryBench do
     options = [
       hosts: b.hosts,
       topics: [topic],
-      group_id: "g",
+      group_id: topic,
       marker_topic: topic <> "-m",
       create_topics: true,
       redelivery: way,
@@ -162,7 +162,7 @@ defmodule RedeliveryBench do
 
     :ok = Kmq.Publisher.close(publisher)
 
-    {:ok, admin} = :kmq_nif.admin_open([{"bootstrap.servers", b.hosts}, {"group.id", "g"}])
+    {:ok, admin} = :kmq_nif.admin_open([{"bootstrap.servers", b.hosts}, {"group.id", topic}])
 
     for p <- 0..(b.partitions - 1) do
       {:ok, {_, high}} = :kmq_nif.admin_watermarks(admin, topic, p, 10_000)
