@@ -63,6 +63,7 @@ defmodule Kmq.Publisher do
     failed: 0,
     flushers: [],
     unlogged: %{},
+    noted: %{},
     log_timer: nil
   ]
 
@@ -765,8 +766,7 @@ defmodule Kmq.Publisher do
   defp event({:error, error}, state) do
     error = Error.from_native(error, "publisher")
     Telemetry.execute([:kmq, :error], %{count: 1}, %{handle: :publisher, error: error})
-    Logger.warning("kmq: " <> error.message)
-    state
+    note(state, error.name, fn -> Logger.warning("kmq: " <> error.message) end)
   end
 
   defp event({:log, level, text}, state) do
@@ -782,10 +782,16 @@ defmodule Kmq.Publisher do
 
   defp want_token(state), do: state
 
-  # syslog's numbers
-  defp log_level(level) when is_integer(level) and level <= 3, do: :error
-  defp log_level(4), do: :warning
-  defp log_level(level) when level in [5, 6], do: :info
-  defp log_level(level) when is_atom(level), do: level
+  # librdkafka logs each try to connect; what matters arrives as an error too.
+  defp log_level(level) when is_integer(level) and level <= 2, do: :error
   defp log_level(_level), do: :debug
+
+  # As a consumer's: a trouble is said when it begins, and again when it did not come for so long.
+  @quiet_ms 30_000
+
+  defp note(state, what, fun) do
+    now = System.monotonic_time(:millisecond)
+    if now - Map.get(state.noted, what, now - 2 * @quiet_ms) > @quiet_ms, do: fun.()
+    %{state | noted: Map.put(state.noted, what, now)}
+  end
 end
