@@ -1,20 +1,39 @@
-# make bench: Kmq beside librdkafka alone, on real Kafka on the same machine, in one run: only the ratios mean something.
+# make bench: Kmq beside its peers and beside librdkafka alone, on real Kafka on the same machine, in one run: only the ratios mean something.
 #
-#   mix run --no-start bench/bench.exs [--kafka HOST:PORT] [--messages 1000000] [--partitions 8] [--bytes 100] [--runs 3] [--only NAME]
+#   bench.exs [--kafka HOST:PORT] [--messages N] [--partitions 8] [--bytes 100] [--keyed] [--runs 3] [--only NAME,NAME] [--quick] [--save]
 #
-# Without --kafka it starts the broker of the tests (its jars must be in the cache: `make setup-test`).
-# Every line reads the same topic, with a group of its own each time; measured from the first message to the last.
+# Without --kafka it starts the broker of the tests (its jars must be in the cache: `make setup-test`). --keyed gives each message a
+# key and two headers. --save writes the table into bench/RESULTS.md. --quick: few lines, one run, and floors that must not be missed.
+#
+# Every consuming line reads the same topic, with a group of its own each time, measured from the first message to the last. The lines
+# go in turn, run after run: what the machine does meanwhile hits all of them.
 
 defmodule Bench do
   @moduledoc false
 
+  # name, title, share of the messages it works on (the slow ones would take minutes), target, and what the target is a ratio of
   @lines [
-    {"alone", "librdkafka alone in C, pop and free", 1.0},
-    {"pull", "NIF pull, no markers", 0.5},
-    {"range", "NIF pull, range markers and acks", 0.45},
-    {"kmq", "NIF pull, kmq markers and acks", nil},
-    {"stage", "stage host, range markers, max_demand 100", nil}
+    {"alone", "librdkafka alone in C, pop and free", 1, nil, nil},
+    {"plain-jvm", "Kafka's plain consumer (JVM)", 1, nil, nil},
+    {"share-jvm", "Kafka's share consumer, explicit acks (JVM)", 0.5, nil, nil},
+    {"kmq-jvm", "kmq's client with its tracker (JVM)", 0.2, nil, nil},
+    {"pull", "NIF pull, no markers", 1, 0.6, "alone"},
+    {"offsets", "NIF pull, delivery by offsets, acks", 1, nil, nil},
+    {"range", "NIF pull, range markers and acks, START durable before hand-out", 1, 0.95, "pull"},
+    {"range-share", "the same, against the share consumer", 0, 1.5, "share-jvm"},
+    {"kmq", "NIF pull, kmq markers and acks, our tracker running", 0.5, 2.0, "kmq-jvm"},
+    {"stage-100", "stage host, range markers, max_demand 100", 1, nil, nil},
+    {"stage-10", "stage host, range markers, max_demand 10", 0.5, nil, nil},
+    {"broadway-100", "Broadway, range markers, max_demand 100", 1, nil, nil},
+    {"broadway-10", "Broadway, range markers, max_demand 10", 0.5, nil, nil},
+    {"memory-100", "Broadway, an in-memory producer, max_demand 100: its ceiling", 1, nil, nil},
+    {"produce", "librdkafka alone in C, produce", 1, nil, nil},
+    {"publish", "publish_many, delivery reports", 1, 0.8, "produce"}
   ]
+
+  # Well under the noise seen: below them something is broken, not slow.
+  @quick ["alone", "pull", "range", "produce", "publish"]
+  @floors [{"pull", "alone", 0.12}, {"range", "pull", 0.25}, {"publish", "produce", 0.1}]
 
   def main(args) do
     {options, _, bad} =
@@ -24,32 +43,47 @@ defmodule Bench do
           messages: :integer,
           partitions: :integer,
           bytes: :integer,
+          keyed: :boolean,
           runs: :integer,
-          only: :string
+          only: :string,
+          quick: :boolean,
+          save: :boolean
         ]
       )
 
     if bad != [], do: raise(ArgumentError, "unknown option #{inspect(bad)}")
     {:ok, _} = Application.ensure_all_started(:kmq)
-    Logger.configure(level: :warning)
+    Logger.configure(level: :error)
     {bootstrap, stop} = kafka(options[:kafka])
+    bytes = options[:bytes] || 100
 
     try do
       run(%{
         bootstrap: bootstrap,
-        messages: options[:messages] || 1_000_000,
+        messages:
+          options[:messages] ||
+            if(options[:quick], do: 500_000, else: div(400_000_000, bytes + 100)),
         partitions: options[:partitions] || 8,
-        bytes: options[:bytes] || 100,
-        runs: options[:runs] || 3,
-        only: options[:only] && String.split(options[:only], ","),
+        bytes: bytes,
+        keyed: options[:keyed] || false,
+        runs: options[:runs] || if(options[:quick], do: 1, else: 3),
+        only:
+          if(options[:quick],
+            do: @quick,
+            else: options[:only] && String.split(options[:only], ",")
+          ),
+        quick: options[:quick] || false,
+        save: options[:save] || false,
+        classes: java_classes(options[:quick]),
         alone:
-          System.get_env("KMQ_RDKAFKA_ALONE") ||
-            raise("KMQ_RDKAFKA_ALONE: the path of the C program (make bench sets it)")
+          Path.expand(env!("KMQ_RDKAFKA_ALONE", "the path of the C program (make bench sets it)"))
       })
     after
       stop.()
     end
   end
+
+  defp env!(name, what), do: System.get_env(name) || raise("#{name}: #{what}")
 
   defp kafka(nil) do
     Code.require_file("test/support/kafka_broker.ex")
@@ -63,36 +97,36 @@ defmodule Bench do
   defp kafka(bootstrap), do: {bootstrap, fn -> :ok end}
 
   defp run(b) do
-    topic = "bench-#{System.system_time(:millisecond)}"
-    b = Map.put(b, :topic, topic)
-    head(b)
-    :ok = Kmq.Topics.create_topic(topic, b.partitions, hosts: b.bootstrap)
+    b = Map.put(b, :topic, "bench-#{System.system_time(:millisecond)}")
+    head = head(b)
+    IO.puts(head)
+    :ok = Kmq.Topics.create_topic(b.topic, b.partitions, hosts: b.bootstrap)
     note("publishing #{b.messages} messages of #{b.bytes} bytes ...")
+    _ = produce(b, b.topic, b.messages)
 
-    {_, 0} =
-      System.cmd(b.alone, [
-        "produce",
-        b.bootstrap,
-        topic,
-        "#{b.partitions}",
-        "#{b.messages}",
-        "#{b.bytes}"
-      ])
+    lines = for {name, _, share, _, _} = line <- @lines, share > 0, wanted?(name, b), do: line
 
-    lines =
-      for {name, _, _} = line <- @lines,
-          b.only == nil or name in b.only or name == "alone",
-          do: line
-
-    # The lines in turn, run after run: what the machine does meanwhile hits all of them.
     results =
-      for run <- 1..b.runs, {name, title, _} <- lines do
+      for run <- 1..b.runs, {name, title, share, _, _} <- lines do
         note("run #{run}/#{b.runs}: #{title} ...")
+        b = %{b | messages: round(b.messages * share)}
         {name, measure(name, b, "#{name}-#{run}")}
       end
+      |> Enum.group_by(&elem(&1, 0), &elem(&1, 1))
 
-    table(lines, Enum.group_by(results, &elem(&1, 0), &elem(&1, 1)), b)
+    text = table(results)
+    IO.puts(text)
+    if b.save, do: save(b, head, text)
+    if b.quick, do: floors(results)
   end
+
+  defp wanted?(name, b) do
+    (b.only == nil or name in b.only or name == "alone") and
+      (not String.ends_with?(name, "-jvm") or b.classes != nil) and
+      (not (String.starts_with?(name, "broadway") or name == "memory-100") or broadway?())
+  end
+
+  defp broadway?, do: Code.ensure_loaded?(Broadway)
 
   defp head(b) do
     {rdkafka, _} = :kmq_nif.version()
@@ -100,14 +134,17 @@ defmodule Bench do
     commit =
       with {out, 0} <-
              System.cmd("git", ["rev-parse", "--short", "HEAD"], stderr_to_stdout: true),
-           do: String.trim(out)
+           do: String.trim(out),
+           else: (_ -> "unknown")
 
-    cpu = cpu_name()
+    shape = if b.keyed, do: ", each with a key and two headers", else: ""
+    left_out = if broadway?(), do: "", else: "; Broadway is not loaded: its lines are left out"
+    jvm = if b.classes, do: "", else: "; the JVM's peers are left out"
 
-    IO.puts("""
-    #{System.schedulers_online()} schedulers, #{cpu}; OTP #{System.otp_release()}, Elixir #{System.version()}, librdkafka #{rdkafka}, commit #{inspect(commit)}
-    #{b.messages} messages of #{b.bytes} bytes in #{b.partitions} partitions, #{b.runs} runs, the broker on the same machine
-    """)
+    """
+    #{System.schedulers_online()} schedulers, #{cpu_name()}; OTP #{System.otp_release()}, Elixir #{System.version()}, librdkafka #{rdkafka}, commit #{commit}
+    #{b.messages} messages of #{b.bytes} bytes#{shape} in #{b.partitions} partitions, #{b.runs} runs, the broker on the same machine#{left_out}#{jvm}
+    """
   end
 
   defp cpu_name do
@@ -119,53 +156,214 @@ defmodule Bench do
 
   defp note(text), do: IO.puts(:stderr, "  " <> text)
 
-  # ---- one measurement: {messages per second, CPU us per message}
+  # ---- the JVM's peers
+
+  defp jars(name) do
+    home = System.get_env("XDG_CACHE_HOME") || Path.join(System.user_home!(), ".cache")
+    Path.join([home, "kmq", name, "*"])
+  end
+
+  defp java_classes(true), do: nil
+
+  defp java_classes(_) do
+    out = Path.join(Mix.Project.build_path(), "bench")
+    File.mkdir_p!(out)
+
+    sources = [
+      {"bench/peers/Consumers.java", "kafka-4.3.1"},
+      {"bench/peers/Kmq.java", "kmq-jvm-0.2"}
+    ]
+
+    if System.find_executable("javac") do
+      for {source, cache} <- sources do
+        {_, 0} = System.cmd("javac", ["-d", out, "-cp", jars(cache), source])
+      end
+
+      out
+    end
+  end
+
+  defp java(b, cache, args) do
+    args = ["-Xmx1g", "-cp", "#{b.classes}:#{jars(cache)}" | args]
+    {out, 0} = System.cmd("sh", ["-c", ~s(exec java "$@" 2>/dev/null), "sh" | args])
+    parse(out)
+  end
+
+  # MESSAGES SECONDS CPU_SECONDS RSS_KB -> {messages a second, CPU us per message, MB}
+  defp parse(out) do
+    [n, seconds, cpu, rss] =
+      out |> String.split("\n", trim: true) |> List.last() |> String.split()
+
+    n = String.to_integer(n)
+
+    {n / String.to_float(seconds), String.to_float(cpu) * 1.0e6 / n,
+     String.to_integer(rss) / 1024}
+  end
+
+  defp produce(b, topic, n) do
+    args = ["produce", b.bootstrap, topic, "#{b.partitions}", "#{n}", "#{b.bytes}"]
+    {out, 0} = System.cmd(b.alone, args ++ if(b.keyed, do: ["keyed"], else: []))
+    parse(out)
+  end
+
+  # ---- one measurement
 
   defp measure("alone", b, id) do
     {out, 0} =
       System.cmd(b.alone, ["consume", b.bootstrap, b.topic, group(b, id), "#{b.messages}"])
 
-    [n, seconds, cpu] = String.split(out)
-    n = String.to_integer(n)
-    {n / String.to_float(seconds), String.to_float(cpu) * 1.0e6 / n}
+    parse(out)
   end
 
-  defp measure("pull", b, id), do: pull(b, id, delivery: :no_markers)
-  defp measure("range", b, id), do: pull(b, id, [])
-  defp measure("kmq", b, id), do: pull(b, id, marker_format: :kmq)
+  defp measure("plain-jvm", b, id), do: jvm_consumer("plain", b, id)
+  defp measure("share-jvm", b, id), do: jvm_consumer("share", b, id)
 
-  defp measure("stage", b, id) do
-    counter = :counters.new(1, [:write_concurrency])
-    first = :atomics.new(2, [])
+  defp measure("kmq-jvm", b, id) do
+    markers = "#{b.topic}-#{id}-m"
+    :ok = Kmq.Topics.create_topic(markers, b.partitions, hosts: b.bootstrap)
+    args = ["Kmq", b.bootstrap, b.topic, markers, group(b, id), "#{b.messages}"]
+    java(b, "kmq-jvm-0.2", args)
+  end
+
+  defp measure("pull", b, id), do: pull(b, id, [tracker: :external], :no_markers)
+
+  defp measure("offsets", b, id),
+    do: pull(b, id, [delivery: :offsets, on_failure: :ack, tracker: :external], :acks)
+
+  defp measure("range", b, id), do: pull(b, id, [tracker: :external], :acks)
+  defp measure("kmq", b, id), do: pull(b, id, [marker_format: :kmq, tracker: :embedded], :acks)
+  defp measure("stage-" <> demand, b, id), do: stage(b, id, String.to_integer(demand))
+  defp measure("broadway-" <> demand, b, id), do: broadway(b, id, String.to_integer(demand))
+  defp measure("memory-100", b, id), do: broadway(b, id, :memory)
+
+  defp measure("produce", b, id) do
+    topic = "#{b.topic}-#{id}"
+    :ok = Kmq.Topics.create_topic(topic, b.partitions, hosts: b.bootstrap)
+    produce(b, topic, b.messages)
+  end
+
+  defp measure("publish", b, id) do
+    topic = "#{b.topic}-#{id}"
+    :ok = Kmq.Topics.create_topic(topic, b.partitions, hosts: b.bootstrap)
+    {:ok, publisher} = Kmq.Publisher.start_link(hosts: b.bootstrap, compression: :none)
+    value = :binary.copy("x", b.bytes)
+
+    options =
+      if b.keyed,
+        do: [headers: [{"content-type", "text/plain"}, {"trace", "4bf92f3577b34da6"}]],
+        else: []
+
+    chunk = 5_000
+
+    batch =
+      for i <- 1..chunk,
+          do: {topic, value, [partition: rem(i, b.partitions)] ++ keyed(b, i) ++ options}
+
+    start = {now(), cpu()}
+
+    # Several at once, as the senders of a real program are.
+    1..div(b.messages, chunk)
+    |> Task.async_stream(
+      fn _ -> {:ok, _places} = Kmq.Publisher.publish_many(publisher, batch) end,
+      max_concurrency: 8,
+      timeout: :infinity
+    )
+    |> Stream.run()
+
+    result = since(start, div(b.messages, chunk) * chunk)
+    GenServer.stop(publisher)
+    result
+  end
+
+  defp keyed(%{keyed: true}, i), do: [key: "key-#{i}"]
+  defp keyed(_, _), do: []
+
+  defp jvm_consumer(kind, b, id) do
+    java(b, "kafka-4.3.1", [
+      "Consumers",
+      kind,
+      b.bootstrap,
+      b.topic,
+      group(b, id),
+      "#{b.messages}"
+    ])
+  end
+
+  # A consumer may be in work on more than is counted: whoever sees the first message and the last takes the times.
+  defp counter(n) do
     me = self()
+    counter = :counters.new(1, [:write_concurrency])
+    first = :atomics.new(1, [])
 
-    handler = fn message ->
+    count = fn message ->
       if :counters.get(counter, 1) == 0 and :atomics.compare_exchange(first, 1, 0, 1) == :ok,
-        do: send(me, {:first, now(), cpu()})
+        do: send(me, {:first, {now(), cpu()}})
 
       :counters.add(counter, 1, 1)
       message
     end
 
+    wait = fn ->
+      start =
+        receive(do: ({:first, start} -> start), after: (60_000 -> raise("no message for 60 s")))
+
+      wait_count(counter, n, System.monotonic_time(:second) + 300)
+      since(start, n)
+    end
+
+    {count, wait}
+  end
+
+  defp wait_count(counter, n, deadline) do
+    if System.monotonic_time(:second) > deadline,
+      do: raise("#{:counters.get(counter, 1)} of #{n} messages in 300 s")
+
+    if :counters.get(counter, 1) < n do
+      receive(after: (2 -> wait_count(counter, n, deadline)))
+    end
+  end
+
+  defp stage(b, id, demand) do
+    {count, wait} = counter(b.messages)
+
     {:ok, host} =
       Kmq.StageHost.start_link(
-        producer: {OffBroadway.Kmq.Producer, options(b, id)},
-        handler: handler,
+        producer: {OffBroadway.Kmq.Producer, options(b, id) ++ [tracker: :external]},
+        handler: count,
         concurrency: 4,
-        max_demand: 100
+        max_demand: demand
       )
 
-    {start, start_cpu} = receive(do: ({:first, at, cpu} -> {at, cpu}))
-    wait_count(counter, b.messages)
-    result = {b.messages / seconds_since(start), (cpu() - start_cpu) * 1000 / b.messages}
+    result = wait.()
     Kmq.StageHost.stop(host)
     result
   end
 
-  defp wait_count(counter, n) do
-    if :counters.get(counter, 1) < n do
-      receive(after: (2 -> wait_count(counter, n)))
-    end
+  defp broadway(b, id, demand) do
+    {:ok, _} = Application.ensure_all_started(:broadway)
+    {count, wait} = counter(b.messages)
+    :persistent_term.put({__MODULE__, :count}, count)
+
+    producer =
+      if demand == :memory,
+        do: {Bench.Memory, {:binary.copy("x", b.bytes)}},
+        else: {OffBroadway.Kmq.Producer, options(b, id) ++ [tracker: :external]}
+
+    {:ok, pid} =
+      apply(Broadway, :start_link, [
+        Bench.Pipeline,
+        [
+          name: Bench.Pipeline,
+          producer: [module: producer, concurrency: 1],
+          processors: [
+            default: [concurrency: 4, max_demand: if(demand == :memory, do: 100, else: demand)]
+          ]
+        ]
+      ])
+
+    result = wait.()
+    apply(Broadway, :stop, [pid])
+    result
   end
 
   defp group(b, id), do: "#{b.topic}-#{id}"
@@ -176,35 +374,19 @@ defmodule Bench do
       topics: [b.topic],
       group_id: group(b, id),
       marker_topic: "#{b.topic}-#{id}-m",
-      create_topics: true,
-      # Local queues that hold more than a second's worth: librdkafka before 2.2 rests a second when one is full.
-      kafka_config: [
-        consumer: ["queued.min.messages": "1000000", "queued.max.messages.kbytes": "65536"]
-      ],
-      tracker: if(System.get_env("KMQ_BENCH_TRACKER"), do: :embedded, else: :external)
+      create_topics: true
     ]
   end
 
-  defp pull(b, id, extra) do
-    config =
-      Kmq.Config.new!(Keyword.merge(options(b, id), Keyword.delete(extra, :delivery)), :producer)
-
-    config = if extra[:delivery], do: %{config | delivery: extra[:delivery]}, else: config
-    config = Map.merge(config, tuning())
+  defp pull(b, id, extra, how) do
+    config = Kmq.Config.new!(options(b, id) ++ extra, :producer)
+    config = if how == :no_markers, do: %{config | delivery: :no_markers}, else: config
     {:ok, handle} = Kmq.Handle.open(config, {:bench, id})
     :ok = Kmq.Handle.attach(handle, self())
-    ack? = extra[:delivery] == nil
-    result = loop(handle, ack?, b.messages, 0, nil)
+    result = loop(handle, how == :acks, b.messages, 0, nil)
     :ok = Kmq.Handle.close(handle, 30_000)
     flush_wakes()
     result
-  end
-
-  defp tuning do
-    case System.get_env("KMQ_BENCH_START_AHEAD") do
-      nil -> %{}
-      n -> %{start_ahead: String.to_integer(n)}
-    end
   end
 
   defp flush_wakes do
@@ -215,11 +397,9 @@ defmodule Bench do
     end
   end
 
-  @take 5_000
+  @take 2_000
 
-  defp loop(_handle, _ack?, n, got, {start, start_cpu}) when got >= n do
-    {n / seconds_since(start), (cpu() - start_cpu) * 1000 / n}
-  end
+  defp loop(_handle, _ack?, n, got, start) when got >= n, do: since(start, got)
 
   defp loop(handle, ack?, n, got, start) do
     case Kmq.Handle.take(handle, @take) do
@@ -234,38 +414,94 @@ defmodule Bench do
       batches ->
         start = start || {now(), cpu()}
         count = Enum.reduce(batches, 0, fn {_, _, _, messages}, sum -> sum + length(messages) end)
-
-        if ack? do
-          for {slot, _, _, messages} <- batches do
-            :ok = Kmq.Handle.settle(handle, :ack, Enum.map(messages, &{slot, elem(&1, 0)}))
-          end
-        end
-
+        if ack?, do: :ok = :kmq_nif.consumer_settle(handle.ref, 0, batches)
         loop(handle, ack?, n, got + count, start)
     end
   end
 
+  defp since({start, start_cpu}, n) do
+    seconds = max(now() - start, 1) / 1.0e6
+    {n / seconds, (cpu() - start_cpu) * 1000 / n, rss_mb()}
+  end
+
   defp now, do: System.monotonic_time(:microsecond)
-  defp seconds_since(start), do: max(now() - start, 1) / 1.0e6
   # of the whole process, librdkafka's threads included; ms
   defp cpu, do: elem(:erlang.statistics(:runtime), 0)
 
+  defp rss_mb do
+    with {:ok, text} <- File.read("/proc/self/status"),
+         [_, kb] <- Regex.run(~r/VmRSS:\s+(\d+)/, text),
+         do: String.to_integer(kb) / 1024,
+         else: (_ -> 0.0)
+  end
+
   # ---- the table
 
-  defp table(lines, results, _b) do
-    base = median(results["alone"], 0)
-    IO.puts("| line | msg/s, median (spread) | CPU us per message | ratio | target |")
-    IO.puts("|---|---|---|---|---|")
+  defp table(results) do
+    rows =
+      for {name, title, _, target, of} <- @lines, results[source(name)] do
+        name = source(name)
+        rates = Enum.map(results[name], &elem(&1, 0))
+        rate = median(results[name], 0)
+        base = results["alone"] && median(results["alone"], 0)
 
-    for {name, title, target} <- lines do
-      rates = Enum.map(results[name], &elem(&1, 0))
-      rate = median(results[name], 0)
-
-      IO.puts(
         "| #{title} | #{thousands(rate)} (#{thousands(Enum.min(rates))} - #{thousands(Enum.max(rates))}) | " <>
-          "#{float(median(results[name], 1))} | #{float(rate / base)} | #{if target, do: float(target), else: "-"} |"
-      )
+          "#{float(median(results[name], 1))} | #{round(median(results[name], 2))} | #{float(rate / base)} | #{target(target, of, rate, results)} |"
+      end
+
+    """
+    | line | msg/s, median (spread) | CPU us per message | memory MB | of the first line | target |
+    |---|---|---|---|---|---|
+    #{Enum.join(rows, "\n")}
+    """
+  end
+
+  # One measurement, two targets.
+  defp source("range-share"), do: "range"
+  defp source(name), do: name
+
+  defp target(nil, _, _, _), do: "-"
+
+  defp target(target, of, rate, results) do
+    case results[of] do
+      nil -> "#{float(target)} of #{of}, which was not run"
+      base -> "#{float(rate / median(base, 0))} of #{of}, wanted #{float(target)}"
     end
+  end
+
+  defp floors(results) do
+    bad =
+      for {name, of, floor} <- @floors,
+          ratio = median(results[name], 0) / median(results[of], 0),
+          ratio < floor,
+          do: "#{name} is at #{float(ratio)} of #{of}, the floor is #{float(floor)}"
+
+    if bad == [] do
+      IO.puts(
+        "above the floors: " <>
+          Enum.map_join(@floors, ", ", fn {name, of, f} -> "#{name} #{float(f)} of #{of}" end)
+      )
+    else
+      Enum.each(bad, &IO.puts(:stderr, "bench-quick: " <> &1))
+      System.halt(1)
+    end
+  end
+
+  # The part of the file between the marks of this shape of messages is ours.
+  defp save(b, head, text) do
+    path = "bench/RESULTS.md"
+    shape = "#{b.bytes}#{if b.keyed, do: "-keyed"}"
+    {open, close} = {"<!-- #{shape} -->", "<!-- end of #{shape} -->"}
+    section = "#{open}\n```\n#{head}```\n\n#{text}#{close}\n"
+    old = File.read!(path)
+
+    new =
+      if String.contains?(old, open),
+        do: Regex.replace(~r/#{open}.*#{close}\n/s, old, fn _ -> section end),
+        else: old <> "\n" <> section
+
+    File.write!(path, new)
+    note("written to #{path}")
   end
 
   defp median(list, index) do
@@ -278,6 +514,31 @@ defmodule Bench do
   defp thousands(x) do
     x |> round() |> Integer.to_string() |> String.replace(~r/(?<=\d)(?=(\d{3})+$)/, ",")
   end
+end
+
+defmodule Bench.Pipeline do
+  @moduledoc false
+  # Broadway's callbacks; it need not be there to compile this.
+  def handle_message(_processor, message, _context) do
+    :persistent_term.get({Bench, :count}).(message)
+  end
+
+  def process_name({:via, _, _} = name, _base), do: name
+  def process_name(name, base), do: :"#{name}.#{base}"
+end
+
+defmodule Bench.Memory do
+  @moduledoc false
+  # A producer that has what is asked for at once: what Broadway itself costs.
+  def init({value}) do
+    template = apply(Broadway.Message, :__struct__, [])
+    ack = apply(Broadway.NoopAcknowledger, :init, [])
+    {:producer, %{template | data: value, acknowledger: ack}}
+  end
+
+  def handle_demand(demand, message), do: {:noreply, List.duplicate(message, demand), message}
+  def handle_info(_, state), do: {:noreply, [], state}
+  def terminate(_, _), do: :ok
 end
 
 Bench.main(System.argv())

@@ -1,10 +1,12 @@
 /* rdkafka_alone - the ceiling: librdkafka by itself, in C. First line of `make bench`, and what the other lines are a ratio of.
  *
- *   rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES     fills the topic, round robin over the partitions
- *   rdkafka_alone consume BOOTSTRAP TOPIC GROUP COUNT                reads COUNT messages: split queues, pop up to 256, free together
+ *   rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES [keyed]   fills the topic, round robin over the partitions; keyed: each
+ *                                                                          message has a key and two headers
+ *   rdkafka_alone consume BOOTSTRAP TOPIC GROUP COUNT                      reads COUNT messages: split queues, pop up to 256, free together
  *
- * consume prints one line: MESSAGES SECONDS CPU_SECONDS, from the first message on. */
+ * Both print one line: MESSAGES SECONDS CPU_SECONDS RSS_KB, consume from the first message on. */
 #include <librdkafka/rdkafka.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +25,13 @@ static double cpu(void)
     struct rusage u;
     getrusage(RUSAGE_SELF, &u);
     return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1e6;
+}
+
+static long rss_kb(void)
+{
+    struct rusage u;
+    getrusage(RUSAGE_SELF, &u);
+    return u.ru_maxrss; /* KiB on Linux */
 }
 
 static void die(const char *what, const char *why)
@@ -45,7 +54,17 @@ static rd_kafka_t *client(rd_kafka_type_t type, rd_kafka_conf_t *conf)
     return rk;
 }
 
-static int produce(char **argv)
+static int send_one(rd_kafka_t *rk, rd_kafka_topic_t *topic, int32_t partition, char *value, size_t bytes,
+                    const char *key)
+{
+    if (!key) return rd_kafka_produce(topic, partition, RD_KAFKA_MSG_F_COPY, value, bytes, NULL, 0, NULL);
+    return (int)rd_kafka_producev(rk, RD_KAFKA_V_RKT(topic), RD_KAFKA_V_PARTITION(partition),
+                                  RD_KAFKA_V_MSGFLAGS(RD_KAFKA_MSG_F_COPY), RD_KAFKA_V_VALUE(value, bytes),
+                                  RD_KAFKA_V_KEY(key, strlen(key)), RD_KAFKA_V_HEADER("content-type", "text/plain", -1),
+                                  RD_KAFKA_V_HEADER("trace", "4bf92f3577b34da6", -1), RD_KAFKA_V_END);
+}
+
+static int produce(char **argv, bool keyed)
 {
     rd_kafka_conf_t *conf = rd_kafka_conf_new();
     set(conf, "bootstrap.servers", argv[2]);
@@ -55,19 +74,21 @@ static int produce(char **argv)
     rd_kafka_t *rk = client(RD_KAFKA_PRODUCER, conf);
     rd_kafka_topic_t *topic = rd_kafka_topic_new(rk, argv[3], NULL);
     long partitions = atol(argv[4]), count = atol(argv[5]), bytes = atol(argv[6]);
-    char *value = malloc((size_t)bytes + 1);
+    char *value = malloc((size_t)bytes + 1), key[24];
     if (!value) die("malloc", "no memory");
     for (long i = 0; i < bytes; i++) value[i] = (char)('a' + (i * 7919 + i / 26) % 26);
+    double start = now(), start_cpu = cpu();
     for (long i = 0; i < count;) {
         if (bytes >= 8) memcpy(value, &i, 8);
-        if (rd_kafka_produce(topic, (int32_t)(i % partitions), RD_KAFKA_MSG_F_COPY, value, (size_t)bytes, NULL, 0,
-                             NULL) == 0)
+        if (keyed) snprintf(key, sizeof key, "key-%ld", i % 100000);
+        if (send_one(rk, topic, (int32_t)(i % partitions), value, (size_t)bytes, keyed ? key : NULL) == 0)
             i++;
         else
             rd_kafka_poll(rk, 10);
         if (i % 1000 == 0) rd_kafka_poll(rk, 0);
     }
     if (rd_kafka_flush(rk, 120000)) die("flush", "not all messages were acknowledged");
+    printf("%ld %.6f %.6f %ld\n", count, now() - start, cpu() - start_cpu, rss_kb());
     free(value);
     rd_kafka_topic_destroy(topic);
     rd_kafka_destroy(rk);
@@ -133,7 +154,7 @@ static int consume(char **argv)
         else if (n_queues)
             nanosleep(&(struct timespec){0, 100000}, NULL);
     }
-    printf("%ld %.6f %.6f\n", got, now() - start, cpu() - start_cpu);
+    printf("%ld %.6f %.6f %ld\n", got, now() - start, cpu() - start_cpu, rss_kb());
     for (int i = 0; i < n_queues; i++) rd_kafka_queue_destroy(queues[i]);
     rd_kafka_consumer_close(rk);
     rd_kafka_queue_destroy(control);
@@ -143,10 +164,10 @@ static int consume(char **argv)
 
 int main(int argc, char **argv)
 {
-    if (argc == 7 && !strcmp(argv[1], "produce")) return produce(argv);
+    if ((argc == 7 || (argc == 8 && !strcmp(argv[7], "keyed"))) && !strcmp(argv[1], "produce"))
+        return produce(argv, argc == 8);
     if (argc == 6 && !strcmp(argv[1], "consume")) return consume(argv);
-    fprintf(
-        stderr,
-        "usage: rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES | consume BOOTSTRAP TOPIC GROUP COUNT\n");
+    fprintf(stderr, "usage: rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES [keyed] | consume BOOTSTRAP "
+                    "TOPIC GROUP COUNT\n");
     return 2;
 }

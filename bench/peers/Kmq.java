@@ -1,0 +1,47 @@
+import com.softwaremill.kmq.KafkaClients;
+import com.softwaremill.kmq.KmqClient;
+import com.softwaremill.kmq.KmqConfig;
+import com.softwaremill.kmq.RedeliveryTracker;
+import java.lang.management.ManagementFactory;
+import org.apache.kafka.clients.consumer.ConsumerRecord;
+import org.apache.kafka.clients.consumer.ConsumerRecords;
+import org.apache.kafka.common.serialization.ByteArrayDeserializer;
+
+/**
+ * The JVM's kmq, client and tracker, as a peer of `make bench`: `Kmq BOOTSTRAP TOPIC MARKERS GROUP COUNT` works off COUNT
+ * messages with its tracker running in the same JVM, and prints MESSAGES SECONDS CPU_SECONDS RSS_KB, from the first message on.
+ */
+public class Kmq {
+    public static void main(String[] args) throws Exception {
+        long count = Long.parseLong(args[4]), got = 0, start = 0, startCpu = 0, last = System.nanoTime();
+        KafkaClients clients = new KafkaClients(args[0]);
+        KmqConfig config = new KmqConfig(args[1], args[2], args[3], args[3] + "-redelivery", 90_000, 1_000);
+        RedeliveryTracker.start(clients, config);
+        KmqClient<byte[], byte[]> client = new KmqClient<>(config, clients, ByteArrayDeserializer.class, ByteArrayDeserializer.class, 100);
+        while (got < count) {
+            ConsumerRecords<byte[], byte[]> records = client.nextBatch();
+            long now = System.nanoTime();
+            if (got == 0 && !records.isEmpty()) {
+                start = now;
+                startCpu = cpu();
+            }
+            if (!records.isEmpty()) last = now;
+            if (now - last > 60_000_000_000L) throw new IllegalStateException("no message for 60 s (" + got + ")");
+            for (ConsumerRecord<byte[], byte[]> record : records) client.processed(record);
+            got += records.count();
+        }
+        double seconds = (System.nanoTime() - start) / 1e9;
+        System.out.printf("%d %.6f %.6f %d%n", got, seconds, (cpu() - startCpu) / 1e9, rssKb());
+        Runtime.getRuntime().halt(0);
+    }
+
+    private static long cpu() {
+        return ((com.sun.management.OperatingSystemMXBean) ManagementFactory.getOperatingSystemMXBean()).getProcessCpuTime();
+    }
+
+    private static long rssKb() throws Exception {
+        for (String line : java.nio.file.Files.readAllLines(java.nio.file.Path.of("/proc/self/status")))
+            if (line.startsWith("VmHWM:")) return Long.parseLong(line.replaceAll("[^0-9]", ""));
+        return 0;
+    }
+}
