@@ -2,11 +2,12 @@
 #
 #   make demo            a queue under bad luck on the embedded sandbox; KAFKA=host:port for a real cluster
 #   make test            all tests: C, Elixir on the sandbox, Elixir on a real Kafka that the tests start (or KMQ_KAFKA=host:port)
-#   make bench           Kmq beside librdkafka alone, on real Kafka; ARGS="--messages 1000000 --runs 3"
+#   make bench           Kmq beside its peers, on real Kafka; ARGS="--messages 1000000 --runs 3 --bytes 1000 --keyed --only range,kmq --save"
 #
 #   make test-long       the long runs too                  make test-asan       the NIF under ASan and UBSan, on the sandbox
 #   make check           the C tests, under ASan and UBSan  make check-deps      core <- kafka <- {nif, tracker}
 #   make tsan            the core's tests under TSan        make coverage        what of the core no test reaches
+#   make bench-quick     the ratios that must not fall, in a minute
 #   make bench-redelivery  the tracker: how fast, in both ways of redelivery
 #   make bench-core      the core's data structures alone   make lint            formats, warnings, clang-tidy, shellcheck
 #   make setup           what a build needs                 make setup-test      what the tests need, Kafka's jars included
@@ -31,7 +32,7 @@ export LC_ALL ?= C.UTF-8
 export KMQ_WERROR := $(WERROR)
 export WERROR
 
-.PHONY: help demo test test-long test-asan bench bench-redelivery bench-core check check-deps coverage tsan lint format docs setup setup-test clean
+.PHONY: help demo test test-long test-asan bench bench-quick bench-redelivery bench-core check check-deps coverage tsan lint format docs setup setup-test clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^An Elixir/,$$d'
@@ -90,6 +91,9 @@ bench: setup-test
 	@MIX_ENV=prod mix compile
 	@ERL_FLAGS="+sbwt none +sbwtdcpu none +sbwtdio none" MIX_ENV=prod KMQ_RDKAFKA_ALONE=$(BUILD)/release/rdkafka_alone mix run --no-start bench/bench.exs \
 	    $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
+
+bench-quick:
+	@$(MAKE) bench ARGS="--quick $(ARGS)"
 
 bench-redelivery: setup-test
 	@MIX_ENV=prod mix compile
