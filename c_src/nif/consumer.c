@@ -809,11 +809,11 @@ static void put(ErlNifEnv *env, ERL_NIF_TERM *map, ERL_NIF_TERM key, int64_t val
     enif_make_map_put(env, *map, key, enif_make_int64(env, value), map);
 }
 
-/* How far the group's commit is behind the end: -1 where that is not known (nothing was fetched yet) or makes no sense (the topic is a
+/* How far the group is behind the end, by its commit, and by what is not handed out where a commit covers that already: -1 where that is not known (nothing was fetched yet) or makes no sense (the topic is a
  * new one, a new position is being looked for). */
 static int64_t lag_of(const part *p, int64_t floor, int64_t end)
 {
-    int64_t from = p->committed >= 0 ? p->committed : floor;
+    int64_t from = p->committed >= 0 && p->committed < floor ? p->committed : floor;
     return p->broken || end < from ? -1 : end - from;
 }
 

@@ -11,8 +11,8 @@ defmodule Kmq.Info do
     * `:state` - `:assigned`; `:paused` (see `Kmq.pause/2`); `:released`: no longer assigned here, some of its messages are still in work
     * `:end` - one past the last message, as the broker told it with the last messages; `nil`: not known yet
     * `:committed` - the group's commit as this member has it acknowledged; `nil`: none yet
-    * `:lag` - how far the commit is behind the end. With `delivery: :markers` that is what was not handed out yet, with `:offsets` what is
-      not settled. 0 when all is done; `nil` where it is not known (nothing was fetched yet, the topic is a new one)
+    * `:lag` - how far the group is behind the end: what was not handed out yet (with `delivery: :offsets` what is not settled), and what
+      was, until its commit is acknowledged. 0 when all is done; `nil` where it is not known (nothing was fetched yet, the topic is a new one)
     * `:buffered` - fetched by the engine and not handed out
     * `:started` - of these, ready to be handed out: their START is durable (in modes without markers: all)
     * `:open` - handed out and not settled

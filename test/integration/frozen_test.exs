@@ -109,7 +109,7 @@ defmodule Kmq.Integration.FrozenTest do
     # The ENDs may have got through after all; if not, the messages come again. None of the others does.
     again = consumer(options)
     eventually(fn -> assert %{assigned: 1, lag: 0} = Kmq.info(again).total end, 30_000)
-    repeated = Consumer.pull(again, max: 20, wait: 4_000)
+    repeated = Consumer.pull(again, max: 20, wait: 2_500)
     assert Enum.map(repeated, & &1.value) -- Enum.map(open, & &1.value) == []
     assert Kmq.ack(repeated, sync: true) == :ok
   end

@@ -4,7 +4,7 @@ defmodule Kmq.Sandbox.BackpressureTest do
 
   alias Kmq.{Consumer, Sandbox}
 
-  for {format, n} <- [range: 200_000, kmq: 30_000] do
+  for {format, n} <- [range: 200_000, kmq: 15_000] do
     @tag timeout: 180_000
     test "#{n} acks in one call, a queue of 1,000 and 50 ms to the broker: #{format}", %{
       cluster: cluster
