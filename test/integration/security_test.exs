@@ -172,7 +172,8 @@ defmodule Kmq.Integration.SecurityTest do
     assert {:error, error} = partitions(context.mutual, short)
     assert error.message =~ "alert"
     assert {:error, error} = partitions(context.tls, [])
-    assert error.message =~ "connecting to a SSL listener?"
+    # older libraries add: "connecting to a SSL listener?"
+    assert error.reason == :transport
     assert {:error, error} = partitions(context.cluster.hosts, short)
     assert error.message =~ "SSL handshake failed"
   end
@@ -494,7 +495,7 @@ defmodule Kmq.Integration.SecurityTest do
         turn.("2")
       end)
 
-    refute log =~ "_AUTHENTICATION"
+    refute log =~ "no OAUTHBEARER token"
     asked = received(:asked)
 
     # consumer, marker producer, publisher, admin calls and the tracker's eight or so clients share it: one each 2.8 s or later
