@@ -327,6 +327,11 @@ defmodule Kmq.ConfigTest do
       end
     end
 
+    test "one that is given as text is a function in all properties" do
+      plain = config(client_config: [ssl: [password: "hunter2"], sasl: {:plain, "u", "hunter2"}])
+      refute :io_lib.format("~p", [plain]) |> List.to_string() =~ "hunter2"
+    end
+
     test "tokens: a function, or a mechanism that finds them by itself" do
       fun = fn -> {:ok, "t"} end
       config = config(client_config: [ssl: true, sasl: {:oauthbearer, fun}])
