@@ -124,7 +124,7 @@ defmodule Kmq.Publisher do
         timeout = options[:timeout] || message_timeout(messages) || info.delivery_timeout
         results = send_all(pid, info, groups, timeout)
         report_sync(groups, results, System.monotonic_time() - start)
-        in_order(results)
+        answer(in_order(groups, results))
       end
     end)
   end
@@ -151,9 +151,7 @@ defmodule Kmq.Publisher do
            :ok <- delays_fit(pid, info, messages) do
         timeout = options[:timeout] || message_timeout(messages) || info.delivery_timeout
 
-        Enum.reduce_while(groups, :ok, fn {topic, indexed}, :ok ->
-          entries = Enum.map(indexed, &elem(&1, 1))
-
+        Enum.reduce_while(groups, :ok, fn {topic, _indexes, entries}, :ok ->
           case call(pid, {:async, topic, entries, deadline(timeout)}, :infinity) do
             :ok -> {:cont, :ok}
             error -> {:halt, error}
@@ -222,14 +220,48 @@ defmodule Kmq.Publisher do
     :exit, {{:shutdown, _}, _} -> {:error, closed()}
   end
 
-  # [{topic, [{index, {partition, key, value, headers, timestamp}}]}], topics in the order of first appearance.
+  # [{topic, indexes, [{partition, key, value, headers, timestamp}]}], topics in the order of first appearance. One topic: no
+  # indexes are needed, and none are made.
   defp native(messages) when is_list(messages) do
-    messages
-    |> Enum.with_index(fn message, index ->
-      {topic, value, options} = parts(message)
-      {topic, {index, native_message(topic, value, options)}}
-    end)
-    |> group()
+    case messages do
+      [] ->
+        []
+
+      [first | _] ->
+        {topic, _, _} = parts(first)
+
+        case native_of(messages, topic, []) do
+          {:ok, entries} -> [{topic, nil, entries}]
+          :several -> native_by_topic(messages)
+        end
+    end
+  end
+
+  defp native_of([], _topic, entries), do: {:ok, Enum.reverse(entries)}
+
+  defp native_of([message | rest], topic, entries) do
+    case parts(message) do
+      {^topic, value, options} ->
+        native_of(rest, topic, [native_message(topic, value, options) | entries])
+
+      _other ->
+        :several
+    end
+  end
+
+  defp native_by_topic(messages) do
+    pairs =
+      Enum.with_index(messages, fn message, index ->
+        {topic, value, options} = parts(message)
+        {topic, {index, native_message(topic, value, options)}}
+      end)
+
+    by_topic = Enum.group_by(pairs, &elem(&1, 0), &elem(&1, 1))
+
+    for topic <- pairs |> Enum.map(&elem(&1, 0)) |> Enum.uniq() do
+      {indexes, entries} = Enum.unzip(by_topic[topic])
+      {topic, indexes, entries}
+    end
   end
 
   defp parts({topic, value}), do: {topic, value, []}
@@ -249,17 +281,34 @@ defmodule Kmq.Publisher do
     is_binary(value) || is_nil(value) ||
       raise(ArgumentError, "expected the value to be a binary or nil, got: #{inspect(value)}")
 
-    case options do
-      [] ->
-        {-1, nil, value, [], 0}
-
-      options ->
+    case plain(options, -1, :none, 0) do
+      :others ->
         options = Options.validate!(options, :publish)
 
         {options[:partition] || -1, options[:key], value, kmq_headers(options),
          options[:timestamp] || 0}
+
+      {partition, key, timestamp} ->
+        {partition, key, value, [], timestamp}
     end
   end
+
+  # What most messages have and what needs no more than a look, each at most once; everything else goes through the schema.
+  defp plain([], partition, :none, timestamp), do: {partition, nil, timestamp}
+  defp plain([], partition, key, timestamp), do: {partition, key, timestamp}
+
+  defp plain([{:key, key} | rest], partition, :none, timestamp) when is_binary(key),
+    do: plain(rest, partition, key, timestamp)
+
+  defp plain([{:partition, partition} | rest], -1, key, timestamp)
+       when partition in 0..0x7FFFFFFF,
+       do: plain(rest, partition, key, timestamp)
+
+  defp plain([{:timestamp, timestamp} | rest], partition, key, 0)
+       when timestamp in 1..0x7FFFFFFFFFFFFFFF,
+       do: plain(rest, partition, key, timestamp)
+
+  defp plain(_options, _partition, _key, _timestamp), do: :others
 
   # What consumers, trackers and filters read. They stand first: the first of a name counts.
   defp kmq_headers(options) do
@@ -302,6 +351,7 @@ defmodule Kmq.Publisher do
 
     longest =
       for {topic, _value, options} <- messages,
+          List.keymember?(options, :delay, 0) or List.keymember?(options, :at, 0),
           due = due(options, now),
           reduce: %{} do
         longest -> Map.update(longest, topic, due - now, &max(&1, due - now))
@@ -336,26 +386,11 @@ defmodule Kmq.Publisher do
     )
   end
 
-  defp group(pairs) do
-    case pairs do
-      [{topic, _} | _] ->
-        if Enum.all?(pairs, fn {other, _} -> other == topic end) do
-          [{topic, Enum.map(pairs, &elem(&1, 1))}]
-        else
-          by_topic = Enum.group_by(pairs, &elem(&1, 0), &elem(&1, 1))
-          pairs |> Enum.map(&elem(&1, 0)) |> Enum.uniq() |> Enum.map(&{&1, by_topic[&1]})
-        end
-
-      [] ->
-        []
-    end
-  end
-
   defp message_timeout([{_topic, _value, options}]), do: options[:timeout]
   defp message_timeout(_messages), do: nil
 
   defp known_topics(pid, info, groups) do
-    Enum.reduce_while(groups, :ok, fn {topic, _}, :ok ->
+    Enum.reduce_while(groups, :ok, fn {topic, _, _}, :ok ->
       case :ets.member(info.topics, topic) ||
              call(pid, {:topic, topic}, @topic_check_ms + @report_margin_ms) do
         known when known in [true, :ok] -> {:cont, :ok}
@@ -364,26 +399,25 @@ defmodule Kmq.Publisher do
     end)
   end
 
-  # All groups are sent before any report is waited for. Result: [{index, result}], not in order.
+  # All groups are sent before any report is waited for. The results of each group, in its order.
   defp send_all(pid, info, groups, timeout) do
     monitor = Process.monitor(pid)
     deadline = deadline(timeout)
 
     pending =
-      Enum.flat_map(groups, fn {topic, indexed} ->
-        send_group(info.ref, monitor, topic, indexed, deadline)
-      end)
+      for {topic, _indexes, entries} <- groups do
+        send_group(info.ref, monitor, topic, entries, deadline)
+      end
 
     reports_by = deadline(info.delivery_timeout + @report_margin_ms)
 
     results =
-      Enum.flat_map(pending, fn
-        {:sent, token, indexes} ->
-          Enum.zip(indexes, await(info.ref, monitor, token, length(indexes), reports_by))
-
-        {:failed, error, indexes} ->
-          Enum.map(indexes, &{&1, {:error, error}})
-      end)
+      for steps <- pending do
+        Enum.flat_map(steps, fn
+          {:sent, token, n} -> await(info.ref, monitor, token, n, reports_by)
+          {:failed, error, n} -> List.duplicate({:error, error}, n)
+        end)
+      end
 
     Process.demonitor(monitor, [:flush])
     results
@@ -391,27 +425,26 @@ defmodule Kmq.Publisher do
 
   defp send_group(_ref, _monitor, _topic, [], _deadline), do: []
 
-  defp send_group(ref, monitor, topic, indexed, deadline) do
+  defp send_group(ref, monitor, topic, entries, deadline) do
     token = make_ref()
-    {now, later} = Enum.split(indexed, @send_step)
-    {indexes, entries} = Enum.unzip(now)
+    {now, later} = Enum.split(entries, @send_step)
+    size = length(now)
 
-    case :kmq_nif.publisher_send(ref, topic, entries, token) do
-      {:ok, n} when n == length(entries) ->
-        [{:sent, token, indexes} | send_group(ref, monitor, topic, later, deadline)]
+    case :kmq_nif.publisher_send(ref, topic, now, token) do
+      {:ok, ^size} ->
+        [{:sent, token, size} | send_group(ref, monitor, topic, later, deadline)]
 
       {:ok, n} ->
-        {sent, rest} = Enum.split(indexed, n)
-        head = if n > 0, do: [{:sent, token, Enum.map(sent, &elem(&1, 0))}], else: []
+        rest = Enum.drop(entries, n)
+        head = if n > 0, do: [{:sent, token, n}], else: []
 
         case await_space(ref, monitor, deadline) do
           :ok -> head ++ send_group(ref, monitor, topic, rest, deadline)
-          {:error, error} -> head ++ [{:failed, error, Enum.map(rest, &elem(&1, 0))}]
+          {:error, error} -> head ++ [{:failed, error, length(rest)}]
         end
 
       {:error, error} ->
-        indexes = Enum.map(indexed, &elem(&1, 0))
-        [{:failed, Error.from_native(error, "publishing to #{inspect(topic)}"), indexes}]
+        [{:failed, Error.from_native(error, "publishing to #{inspect(topic)}"), length(entries)}]
     end
   end
 
@@ -456,24 +489,30 @@ defmodule Kmq.Publisher do
   defp result({:error, error}), do: {:error, Error.from_native(error)}
   defp result({partition, offset}), do: {:ok, %{partition: partition, offset: offset}}
 
-  defp in_order(results) do
-    ordered = results |> Enum.sort_by(&elem(&1, 0)) |> Enum.map(&elem(&1, 1))
+  defp in_order([{_topic, nil, _entries}], [results]), do: results
 
-    if Enum.all?(ordered, &match?({:ok, _}, &1)),
-      do: {:ok, Enum.map(ordered, &elem(&1, 1))},
-      else: {:error, ordered}
+  defp in_order(groups, results) do
+    groups
+    |> Enum.zip(results)
+    |> Enum.flat_map(fn {{_topic, indexes, _entries}, results} -> Enum.zip(indexes, results) end)
+    |> Enum.sort_by(&elem(&1, 0))
+    |> Enum.map(&elem(&1, 1))
+  end
+
+  defp answer(results) do
+    if Enum.all?(results, &match?({:ok, _}, &1)),
+      do: {:ok, Enum.map(results, &elem(&1, 1))},
+      else: {:error, results}
   end
 
   defp report_sync(groups, results, duration) do
-    failed = for {index, {:error, error}} <- results, into: %{}, do: {index, error.reason}
-
-    Enum.each(groups, fn {topic, indexed} ->
-      reasons = for {index, _} <- indexed, reason = failed[index], do: reason
-      published = length(indexed) - length(reasons)
+    for {{topic, _indexes, _entries}, results} <- Enum.zip(groups, results) do
+      reasons = for {:error, error} <- results, do: error.reason
+      published = length(results) - length(reasons)
       measurements = %{count: published, duration: duration}
       published > 0 && Telemetry.execute([:kmq, :publish], measurements, %{topic: topic})
       report_failed(topic, reasons)
-    end)
+    end
   end
 
   defp report_failed(topic, reasons) do
