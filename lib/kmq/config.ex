@@ -76,7 +76,7 @@ defmodule Kmq.Config do
          valid = hide(valid),
          config = build(valid, kind, topics, security),
          :ok <- whole(config.admin_props) do
-      idle = Options.idle(options) ++ idle_without_markers(options, valid[:delivery])
+      idle = Options.idle(options) ++ idle_by_delivery(options, valid[:delivery])
       idle != [] && warn_idle(idle)
       {:ok, %{config | ordering: ordering(valid, options)}}
     else
@@ -245,13 +245,20 @@ defmodule Kmq.Config do
 
   defp tracked(_delivery, _kind), do: :ok
 
+  @for_offsets ~w(offset_commit_on_ack)a
+
   @for_markers ~w(marker_format marker_topic redeliver_to lease max_redeliveries backoff ack_flush_interval allow_create_time
     redelivery redelivery_rate trim_markers dead_letter_oversize receipt_secret)a
 
-  defp idle_without_markers(_options, :markers), do: []
+  defp idle_by_delivery(options, delivery) do
+    idle =
+      case delivery do
+        :markers -> @for_offsets
+        :offsets -> @for_markers
+        :at_most_once -> @for_offsets ++ @for_markers
+      end
 
-  defp idle_without_markers(options, _delivery) do
-    for name <- @for_markers, Keyword.get(options, name) != nil, do: inspect(name)
+    for name <- idle, Keyword.get(options, name) != nil, do: inspect(name)
   end
 
   # With a tracker dead letters can always come up. Without one it must be there where the options send messages there.
@@ -462,13 +469,19 @@ defmodule Kmq.Config do
     |> then(&%{&1 | dead_letters: dead_letters(&1)})
   end
 
+  # broadway_kafka commits with each ack, or (offset_commit_on_ack: false) each 5 s where nothing is said. Ours are never further apart.
   defp commit_interval(valid) do
     seconds = (valid[:group_config] || [])[:offset_commit_interval_seconds]
     default = Options.schema(:producer)[:commit_interval][:default]
+    on_ack = if valid[:delivery] == :offsets, do: valid[:offset_commit_on_ack]
 
-    if seconds && valid[:commit_interval] == default,
-      do: seconds * 1_000,
-      else: valid[:commit_interval]
+    cond do
+      valid[:commit_interval] != default -> valid[:commit_interval]
+      on_ack == true -> default
+      seconds != nil -> seconds * 1_000
+      on_ack == false -> 5_000
+      true -> default
+    end
   end
 
   defp common_props(bootstrap, client_id, valid, security) do

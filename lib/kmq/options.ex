@@ -11,8 +11,10 @@ defmodule Kmq.Options do
 
   @group_config [
     offset_commit_interval_seconds: [
-      type: :pos_integer,
-      doc: "The same as `:commit_interval`, in seconds; `:commit_interval` wins."
+      type: {:custom, Types, :integer_in, [1, 86_400]},
+      type_doc: "`1..86_400`",
+      doc:
+        "The same as `:commit_interval`, in seconds; `:commit_interval` wins, and with `delivery: :offsets` `offset_commit_on_ack: true`."
     ],
     session_timeout_seconds: [
       type: :pos_integer,
@@ -26,7 +28,8 @@ defmodule Kmq.Options do
       doc: "`heartbeat.interval.ms`; must be below the session timeout, a third of it at most."
     ],
     rebalance_timeout_seconds: [
-      type: :pos_integer,
+      type: {:custom, Types, :integer_in, [1, 86_400]},
+      type_doc: "`1..86_400`",
       default: 30,
       doc:
         "How long a rebalance waits for a member (`max.poll.interval.ms`). Raised to the session timeout and to " <>
@@ -42,14 +45,21 @@ defmodule Kmq.Options do
   ]
 
   @fetch_config [
-    min_bytes: [type: :pos_integer, default: 1, doc: "`fetch.min.bytes`."],
+    min_bytes: [
+      type: {:custom, Types, :integer_in, [1, 100_000_000]},
+      type_doc: "`1..100_000_000`",
+      default: 1,
+      doc: "`fetch.min.bytes`."
+    ],
     max_bytes: [
-      type: :pos_integer,
+      type: {:custom, Types, :integer_in, [1, 1_000_000_000]},
+      type_doc: "`1..1_000_000_000`",
       default: 1_048_576,
       doc: "`fetch.message.max.bytes`: for one partition in one answer."
     ],
     max_wait_time: [
-      type: :pos_integer,
+      type: {:custom, Types, :integer_in, [1, 300_000]},
+      type_doc: "`1..300_000`",
       doc:
         "`fetch.wait.max.ms`: how long a broker with nothing new keeps the question. Default 1000; with a `Kmq.Sandbox` of " <>
           "this VM 20, because that one is not woken by new messages."
@@ -58,19 +68,20 @@ defmodule Kmq.Options do
 
   @client_config [
     client_id_prefix: [
-      type: :string,
+      type: {:custom, Types, :text, []},
+      type_doc: "`t:String.t/0`",
       default: "",
       doc: "Stands in front of the client id `kmq-<group>`."
     ],
     connect_timeout: [
-      type: {:custom, Types, :integer_from, [1_000]},
-      type_doc: "`t:pos_integer/0`",
-      doc: "`socket.connection.setup.timeout.ms`, at least 1000."
+      type: {:custom, Types, :integer_in, [1_000, 3_600_000]},
+      type_doc: "`1_000..3_600_000`",
+      doc: "`socket.connection.setup.timeout.ms`."
     ],
     request_timeout: [
-      type: {:custom, Types, :integer_from, [1_000]},
-      type_doc: "`t:pos_integer/0`",
-      doc: "`socket.timeout.ms`, at least 1000."
+      type: {:custom, Types, :integer_in, [1_000, 300_000]},
+      type_doc: "`1_000..300_000`",
+      doc: "`socket.timeout.ms`; librdkafka's default is 60,000."
     ],
     ssl: [
       type: :any,
@@ -382,15 +393,20 @@ defmodule Kmq.Options do
                       "`delivery: :offsets` `:reject`, with `:at_most_once` `:discard`."
                 ],
                 receive_interval: [
-                  type: :any,
+                  type: :non_neg_integer,
                   doc: "broadway_kafka's. Does nothing here: messages wake their consumer."
                 ],
-                reconnect_timeout: [type: :any, doc: "broadway_kafka's. Does nothing here."],
-                offset_commit_on_ack: [
-                  type: :any,
-                  doc: "broadway_kafka's. Does nothing with `delivery: :markers`."
+                reconnect_timeout: [
+                  type: :non_neg_integer,
+                  doc: "broadway_kafka's. Does nothing here: librdkafka connects again by itself."
                 ],
-                shared_client: [type: :any, doc: "broadway_kafka's. Does nothing here."]
+                offset_commit_on_ack: [
+                  type: :boolean,
+                  doc:
+                    "broadway_kafka's. With `delivery: :offsets`, `true`: commits follow `:commit_interval`; `false`: `:offset_commit_interval_seconds` " <>
+                      "of `:group_config`, 5 where it is not given. Does nothing with another delivery."
+                ],
+                shared_client: [type: :boolean, doc: "broadway_kafka's. Does nothing here."]
               ]
 
   @pull @consumer ++
@@ -518,7 +534,7 @@ defmodule Kmq.Options do
     on_failure: [type: {:custom, Types, :disposition, []}, doc: "As the producer's."]
   ]
 
-  @idle ~w(receive_interval reconnect_timeout offset_commit_on_ack shared_client)a
+  @idle ~w(receive_interval reconnect_timeout shared_client)a
   @idle_nested [
     group_config: ~w(rejoin_delay_seconds)a,
     client_config: ~w(query_api_versions extra_sock_opts)a

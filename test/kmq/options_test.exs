@@ -153,7 +153,7 @@ defmodule Kmq.OptionsTest do
              "unknown option :session_timeout of :group_config, did you mean :session_timeout_seconds?"
 
     assert message(:fetch_config, max_wait_time: 0) ==
-             "invalid value for :max_wait_time option of :fetch_config: expected a positive integer, got: 0"
+             "invalid value for :max_wait_time option of :fetch_config: expected an integer from 1 to 300000, got: 0"
 
     assert message(:client_config, [1]) ==
              "expected :client_config to be a keyword list, got: :\"a list that is not one\""

@@ -12,6 +12,19 @@ defmodule Kmq.Options.Types do
   def integer_from(value, from),
     do: {:error, "expected an integer of at least #{from}, got: #{inspect(value)}"}
 
+  @spec integer_in(term, integer, integer) :: result
+  def integer_in(value, least, most) when is_integer(value) and value >= least and value <= most,
+    do: {:ok, value}
+
+  def integer_in(value, least, most),
+    do: {:error, "expected an integer from #{least} to #{most}, got: #{inspect(value)}"}
+
+  @doc "What may be empty, but can be a C string."
+  @spec text(term) :: result
+  def text(""), do: {:ok, ""}
+  def text(value) when is_binary(value), do: non_empty_string(value)
+  def text(value), do: {:error, "expected a string, got: #{inspect(value)}"}
+
   @spec non_empty_string(term) :: result
   def non_empty_string(value) when is_binary(value) and value != "" do
     if String.valid?(value) and not String.contains?(value, <<0>>),
