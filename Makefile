@@ -8,6 +8,9 @@
 #   make check           the C tests, under ASan and UBSan  make check-deps      core <- kafka <- {nif, tracker}
 #   make tsan            the core's tests under TSan        make coverage        what of the core no test reaches
 #   make bench-quick     the ratios that must not fall, in a minute
+#   make bench-latency   publish to handler at fixed rates, and redelivery    make bench-plots     pictures of both (gnuplot)
+#   make bench-growth    cost of more partitions, open messages, bytes, demand; schedulers and memory
+#   make bench-idle      what an idle consumer, publisher and tracker cost; each one's arguments are in the head of bench/NAME.exs
 #   make bench-redelivery  the tracker: how fast, in both ways of redelivery
 #   make bench-core      the core's data structures alone   make lint            formats, warnings, clang-tidy, shellcheck
 #   make setup           what a build needs                 make setup-test      what the tests need, Kafka's jars included
@@ -32,7 +35,7 @@ export LC_ALL ?= C.UTF-8
 export KMQ_WERROR := $(WERROR)
 export WERROR
 
-.PHONY: help demo test test-long test-asan bench bench-quick bench-redelivery bench-core check check-deps coverage tsan lint format docs setup setup-test clean
+.PHONY: help demo test test-long test-asan bench bench-quick bench-latency bench-growth bench-idle bench-plots bench-redelivery bench-core check check-deps coverage tsan lint format docs setup setup-test clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^An Elixir/,$$d'
@@ -86,11 +89,33 @@ test-asan: setup-test
 	    ERL_FLAGS="+Mea min" mix test --exclude integration $(ARGS)
 
 # Idle schedulers do not spin: on a small machine they would take the broker's processor.
-bench: setup-test
+measure = ERL_FLAGS="+sbwt none +sbwtdcpu none +sbwtdio none" KMQ_RDKAFKA_ALONE=$(BUILD)/release/rdkafka_alone MIX_ENV=$(1) \
+    mix run --no-start bench/$(2).exs $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
+
+bench bench-latency bench-growth bench-idle: bench-built
+bench:
+	@$(call measure,prod,bench)
+
+bench-latency:
+	@$(call measure,prod,latency)
+
+# Schedulers are watched in the tests' build, which counts how long each call takes.
+bench-growth:
+	@$(call measure,prod,growth)
+	@MIX_ENV=test mix compile
+	@$(call measure,test,growth) --only schedulers
+
+bench-idle:
+	@$(call measure,prod,idle)
+
+bench-plots:
+	@command -v gnuplot >/dev/null || sh scripts/setup.sh plots
+	@sh bench/plots.sh
+
+.PHONY: bench-built
+bench-built: setup-test
 	@$(C) VARIANT=release ../_build/c/release/rdkafka_alone
 	@MIX_ENV=prod mix compile
-	@ERL_FLAGS="+sbwt none +sbwtdcpu none +sbwtdio none" MIX_ENV=prod KMQ_RDKAFKA_ALONE=$(BUILD)/release/rdkafka_alone mix run --no-start bench/bench.exs \
-	    $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
 
 bench-quick:
 	@$(MAKE) bench ARGS="--quick $(ARGS)"

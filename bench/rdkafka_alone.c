@@ -3,8 +3,12 @@
  *   rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES [keyed]   fills the topic, round robin over the partitions; keyed: each
  *                                                                          message has a key and two headers
  *   rdkafka_alone consume BOOTSTRAP TOPIC GROUP COUNT                      reads COUNT messages: split queues, pop up to 256, free together
+ *   rdkafka_alone rate BOOTSTRAP TOPIC PARTITIONS COUNT BYTES RATE LINGER  sends RATE messages a second; each begins with the time it was sent
+ *                                                                          at (CLOCK_REALTIME, us, 8 bytes, big endian)
+ *   rdkafka_alone latency BOOTSTRAP TOPIC GROUP COUNT FILE                 reads such messages; how old each was goes into FILE, 4 bytes little
+ *                                                                          endian each, us. Says "ready" when it has its partitions
  *
- * Both print one line: MESSAGES SECONDS CPU_SECONDS RSS_KB, consume from the first message on. */
+ * They print one line: MESSAGES SECONDS CPU_SECONDS RSS_KB, consume and latency from the first message on. */
 #include <librdkafka/rdkafka.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -162,12 +166,128 @@ static int consume(char **argv)
     return 0;
 }
 
+/* ------------------------------------------------------------------ latency */
+static int64_t wall_us(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+static void stamp(unsigned char *value, int64_t us)
+{
+    for (int i = 0; i < 8; i++) value[i] = (unsigned char)((uint64_t)us >> (56 - 8 * i));
+}
+
+static int64_t stamped(const unsigned char *value)
+{
+    uint64_t us = 0;
+    for (int i = 0; i < 8; i++) us = us << 8 | value[i];
+    return (int64_t)us;
+}
+
+/* Each millisecond what is due by then, all to one partition, the next millisecond's to the next: as producers do with messages without
+ * a key. When the machine held it up, the rest is sent late, with the time at which it is sent. */
+static int rate(char **argv)
+{
+    rd_kafka_conf_t *conf = rd_kafka_conf_new();
+    set(conf, "bootstrap.servers", argv[2]);
+    set(conf, "enable.idempotence", "true");
+    set(conf, "linger.ms", argv[8]);
+    set(conf, "socket.nagle.disable", "true");
+    set(conf, "queue.buffering.max.messages", "1000000");
+    rd_kafka_t *rk = client(RD_KAFKA_PRODUCER, conf);
+    rd_kafka_topic_t *topic = rd_kafka_topic_new(rk, argv[3], NULL);
+    long partitions = atol(argv[4]), count = atol(argv[5]), bytes = atol(argv[6]);
+    double per_second = atof(argv[7]);
+    if (bytes < 8 || per_second <= 0) die("rate", "messages have 8 bytes at least, the rate is positive");
+    char *value = malloc((size_t)bytes);
+    if (!value) die("malloc", "no memory");
+    memset(value, 'x', (size_t)bytes);
+    double start = now(), start_cpu = cpu();
+    long partition = 0;
+    for (long i = 0; i < count; partition = (partition + 1) % partitions) {
+        long due = (long)((now() - start) * per_second) + 1;
+        if (due > count) due = count;
+        while (i < due) {
+            stamp((unsigned char *)value, wall_us());
+            if (send_one(rk, topic, (int32_t)partition, value, (size_t)bytes, NULL) == 0)
+                i++;
+            else
+                rd_kafka_poll(rk, 1);
+        }
+        rd_kafka_poll(rk, 0);
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
+    }
+    if (rd_kafka_flush(rk, 60000)) die("flush", "not all messages were acknowledged");
+    printf("%ld %.6f %.6f %ld\n", count, now() - start, cpu() - start_cpu, rss_kb());
+    free(value);
+    rd_kafka_topic_destroy(topic);
+    rd_kafka_destroy(rk);
+    return 0;
+}
+
+static void say_assigned(rd_kafka_t *rk, rd_kafka_resp_err_t err, rd_kafka_topic_partition_list_t *list, void *opaque)
+{
+    (void)opaque;
+    rd_kafka_assign(rk, err == RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS ? list : NULL);
+    if (err == RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS) printf("ready\n");
+    fflush(stdout);
+}
+
+static int latency(char **argv)
+{
+    rd_kafka_conf_t *conf = rd_kafka_conf_new();
+    set(conf, "bootstrap.servers", argv[2]);
+    set(conf, "group.id", argv[4]);
+    set(conf, "auto.offset.reset", "earliest");
+    set(conf, "socket.nagle.disable", "true");
+    rd_kafka_conf_set_rebalance_cb(conf, say_assigned);
+    rd_kafka_t *rk = client(RD_KAFKA_CONSUMER, conf);
+    rd_kafka_poll_set_consumer(rk);
+    rd_kafka_topic_partition_list_t *topics = rd_kafka_topic_partition_list_new(1);
+    rd_kafka_topic_partition_list_add(topics, argv[3], RD_KAFKA_PARTITION_UA);
+    rd_kafka_subscribe(rk, topics);
+    rd_kafka_topic_partition_list_destroy(topics);
+    long count = atol(argv[5]), got = 0;
+    uint32_t *late = malloc((size_t)count * sizeof *late);
+    if (!late) die("malloc", "no memory");
+    double start = 0, start_cpu = 0, last = now();
+    while (got < count) {
+        rd_kafka_message_t *message = rd_kafka_consumer_poll(rk, 100);
+        if (message && !message->err && message->len >= 8) {
+            last = now();
+            if (!got) {
+                start = last;
+                start_cpu = cpu();
+            }
+            int64_t us = wall_us() - stamped(message->payload);
+            late[got++] = us < 0 ? 0 : us > UINT32_MAX ? UINT32_MAX : (uint32_t)us;
+        } else if (now() - last > 60) {
+            die("latency", "no message for 60 s");
+        }
+        if (message) rd_kafka_message_destroy(message);
+    }
+    printf("%ld %.6f %.6f %ld\n", got, now() - start, cpu() - start_cpu, rss_kb());
+    FILE *file = fopen(argv[6], "wb");
+    if (!file || fwrite(late, sizeof *late, (size_t)got, file) != (size_t)got || fclose(file))
+        die(argv[6], "not written");
+    free(late);
+    rd_kafka_consumer_close(rk);
+    rd_kafka_destroy(rk);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     if ((argc == 7 || (argc == 8 && !strcmp(argv[7], "keyed"))) && !strcmp(argv[1], "produce"))
         return produce(argv, argc == 8);
     if (argc == 6 && !strcmp(argv[1], "consume")) return consume(argv);
+    if (argc == 9 && !strcmp(argv[1], "rate")) return rate(argv);
+    if (argc == 7 && !strcmp(argv[1], "latency")) return latency(argv);
     fprintf(stderr, "usage: rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES [keyed] | consume BOOTSTRAP "
-                    "TOPIC GROUP COUNT\n");
+                    "TOPIC GROUP COUNT\n"
+                    "       | rate BOOTSTRAP TOPIC PARTITIONS COUNT BYTES RATE LINGER | latency BOOTSTRAP TOPIC GROUP "
+                    "COUNT FILE\n");
     return 2;
 }

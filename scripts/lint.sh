@@ -46,7 +46,7 @@ c_tidy() {
 }
 
 scripts() {
-    find scripts test/support .ci c_src -name '*.sh' -print0 | xargs -0 shellcheck .ci/run
+    find scripts test/support bench .ci c_src -name '*.sh' -print0 | xargs -0 shellcheck .ci/run
 }
 
 step "mix format" mix format --check-formatted

@@ -1,5 +1,5 @@
 #!/bin/sh
-# setup.sh build|test|lint: makes sure that what this needs is installed. On Debian and Ubuntu, as root or with sudo, it installs what
+# setup.sh build|test|lint|plots: makes sure that what this needs is installed. On Debian and Ubuntu, as root or with sudo, it installs what
 # is missing; elsewhere it says what to install. When nothing is missing it asks no package manager anything.
 set -eu
 what=${1:-build}
@@ -56,6 +56,9 @@ check() {
         have clang-tidy-14 || have clang-tidy || need clang-tidy clang-tidy-14
         have shellcheck || need shellcheck shellcheck
     fi
+    if [ "$what" = plots ]; then
+        have gnuplot || need gnuplot gnuplot-nox
+    fi
     [ -z "$missing" ]
 }
 
@@ -72,6 +75,7 @@ give_up() {
         extra_alpine=" cmocka-dev procps kcat git rebar3 openssl libfaketime openjdk17 maven"
         ;;
     lint) extra=" clang-format llvm shellcheck" extra_arch=" clang shellcheck" extra_fedora=" clang-tools-extra ShellCheck" extra_alpine=" clang-extra-tools shellcheck" ;;
+    plots) extra=" gnuplot" extra_arch=" gnuplot" extra_fedora=" gnuplot" extra_alpine=" gnuplot" ;;
     esac
     case $(uname -s) in
     Darwin)
