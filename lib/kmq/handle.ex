@@ -338,6 +338,7 @@ defmodule Kmq.Handle do
         }
 
         {:ok, _} = Registry.register(Kmq.Registry, {:receipts, self()}, Receipt.info(config))
+        :ok = OffBroadway.Kmq.Acknowledger.register(ref, config)
         {:ok, _} = Registry.register(Kmq.Registry, {:native, key}, ref)
         gauges_later(config)
         state = %{state | letters: letter_writer(config, ref)}

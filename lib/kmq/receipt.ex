@@ -45,9 +45,9 @@ defmodule Kmq.Receipt do
   def place(%Kmq.Message{} = message),
     do: {message.handle, {message.topic, message.partition, message.offset, message.attempt}}
 
-  def place(%{acknowledger: {Acknowledger, {ref, pid, _policy}, _data}, metadata: metadata}) do
+  def place(%{acknowledger: {Acknowledger, pid, _data}, metadata: metadata}) do
     %{topic: topic, partition: partition, offset: offset, attempt: attempt} = metadata
-    {%Kmq.Handle{pid: pid, ref: ref}, {topic, partition, offset, attempt}}
+    {%Kmq.Handle{pid: pid, ref: nil}, {topic, partition, offset, attempt}}
   end
 
   def place(other),

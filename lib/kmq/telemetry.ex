@@ -13,7 +13,7 @@ defmodule Kmq.Telemetry do
   | `[:kmq, :assignments_revoked, :stop]` | `duration`, `monotonic_time` | `handle, group, partitions` | they are gone |
   | `[:kmq, :take]` | `count` | `handle, group` | messages were handed to a producer |
   | `[:kmq, :ack]` | `count` | `handle, action` (`:ack, :retry, :reject, :discard`) | Broadway settled messages |
-  | `[:kmq, :ack, :error]` | `count` | `handle, action, reason`, `offsets` (at most 10 of `{slot, offset}`) | settling failed, see `t:Kmq.failure/0` |
+  | `[:kmq, :ack, :error]` | `count` | `handle, action, reason`, `offsets` (at most 10 of `{slot, offset}`) | settling failed, see `t:Kmq.failure/0`; the action is `:settle` where the consumer had ended before |
   | `[:kmq, :late_ack]` | `count` | `handle, action, reason`, `offsets` | the time limit had passed before: these come again |
   | `[:kmq, :partition]` | `lag`, `buffered`, `started`, `open`, `oldest_open_ms` | `handle, group, topic, partition`, `state` (`:assigned, :paused, :released`) | what it holds of a partition, each `:gauge_interval`; see `Kmq.Info`. Never negative; `lag` is left out where it is not known |
   | `[:kmq, :member]` | `assigned`, `lag`, `buffered`, `started`, `open`, `oldest_open_ms`, `unwritten` | `handle, group` | the sums of it |

@@ -29,7 +29,7 @@ defmodule Kmq.AcknowledgerTest do
     publish(cluster, topic, ~w(a b c d))
     consumer = consumer(options(cluster, topic, tracker: :external))
     [a, b, c, d] = pull(consumer, 4)
-    ack_ref = {a.handle.ref, a.handle.pid, :default}
+    ack_ref = a.handle.pid
     ok = Enum.map([a, b], &broadway(&1, ack_ref, :ok))
 
     failed = [
@@ -56,8 +56,7 @@ defmodule Kmq.AcknowledgerTest do
 
     assert Consumer.stop(consumer) == :ok
     capture_log(fn -> assert Acknowledger.ack(ack_ref, ok, failed) == :ok end)
-    assert_received {[:kmq, :ack, :error], %{count: 2}, %{reason: :closed, action: :ack}}
-    assert_received {[:kmq, :ack, :error], %{count: 1}, %{reason: :closed, action: :retry}}
+    assert_received {[:kmq, :ack, :error], %{count: 4}, %{reason: :closed, action: :settle}}
     assert Kmq.retry(c) == {:error, :closed}
   end
 
@@ -68,7 +67,8 @@ defmodule Kmq.AcknowledgerTest do
     publish(cluster, topic, ~w(a b c d e))
     consumer = consumer(options(cluster, topic, max_processing_time: 60_000))
     [a, b, c, d, e] = messages = pull(consumer, 5)
-    ack_ref = {a.handle.ref, a.handle.pid, {:manual, :release, {:list, [0], 0.0}}}
+    ack_ref = a.handle.pid
+    policy = {:manual, :release, {:list, [0], 0.0}}
     later = broadway(c, ack_ref, {:failed, "no"})
     {module, ref, data} = later.acknowledger
     {:ok, data} = Acknowledger.configure(ref, data, on_failure: {:snooze, 0})
@@ -81,7 +81,7 @@ defmodule Kmq.AcknowledgerTest do
     ]
 
     receipt = Kmq.receipt(Map.put(broadway(e, ack_ref, :ok), :metadata, Map.from_struct(e)))
-    assert Acknowledger.ack(ack_ref, [broadway(e, ack_ref, :ok)], failed) == :ok
+    assert Acknowledger.ack(a.handle, policy, [broadway(e, ack_ref, :ok)], failed) == :ok
 
     for {action, count} <- [snooze: 2, release: 2, manual: 1],
         do: assert_received({[:kmq, :ack], %{count: ^count}, %{action: ^action}})

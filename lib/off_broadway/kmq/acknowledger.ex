@@ -2,7 +2,8 @@ defmodule OffBroadway.Kmq.Acknowledger do
   @moduledoc false
   # Broadway's acknowledger (its callbacks; no behaviour is named, Broadway may not be there).
   #
-  #   ack_ref   {nif_ref, handle_pid, policy}, one for each handle: Broadway groups by it, so an ack call holds all it can
+  #   ack_ref   the handle's pid: Broadway groups by it, so an ack call holds all it can. It is copied and hashed with every message, and
+  #             a pid is one word; what belongs to it, {nif_ref, policy}, stands in the registry while the handle lives
   #   ack_data  {slot, offset, attempt}, or {slot, offset, attempt, on_success, on_failure} once configured (nil = the policy's).
   #             Without markers the original, {topic, partition, record}, stands in the place of the attempt: a dead letter is written from it.
   #             Where an order is kept, it is a Kmq.Lanes.mark() with that in its place: acknowledged, it has left its processor
@@ -22,35 +23,64 @@ defmodule OffBroadway.Kmq.Acknowledger do
   @type policy :: {on_success :: term, on_failure :: term, Kmq.Backoff.normal()}
   @typedoc "The same of a delivery without markers, which has no retry."
   @type plain_policy :: {:offsets | :at_most_once, on_success :: term, on_failure :: term, nil}
-  @type ack_ref :: {reference, pid, policy | plain_policy | :default}
+  @type ack_ref :: pid
 
-  @default {:ack, :retry, {:exponential, 1_000, 300_000, 2.0, 0.2}}
+  @lookup_ms 5_000
 
-  @doc "The ack_ref of a handle. It is copied with every message, so the usual policy is an atom."
-  @spec ack_ref(Handle.t(), Kmq.Config.t()) :: ack_ref
-  def ack_ref(handle, %{delivery: delivery} = config) when delivery != :markers,
-    do: {handle.ref, handle.pid, {delivery, config.on_success, config.on_failure, nil}}
+  @doc "Called by the handle, once: what its pid stands for in an ack_ref."
+  @spec register(reference, Kmq.Config.t()) :: :ok
+  def register(ref, config) do
+    {:ok, _} = Registry.register(Kmq.Registry, {__MODULE__, self()}, {ref, policy_of(config)})
+    :ok
+  end
 
-  def ack_ref(handle, config) do
-    policy = {config.on_success, config.on_failure, config.backoff}
-    {handle.ref, handle.pid, if(policy == @default, do: :default, else: policy)}
+  defp policy_of(%{delivery: :markers} = config),
+    do: {config.on_success || :ack, config.on_failure || :retry, config.backoff}
+
+  defp policy_of(config), do: {config.delivery, config.on_success, config.on_failure, nil}
+
+  @doc "The handle of a message, nil where it has ended, and its policy."
+  @spec handle(ack_ref) :: {Handle.t(), policy | plain_policy} | nil
+  def handle(pid) when not is_pid(pid), do: nil
+
+  def handle(pid) when node(pid) == node() do
+    case Registry.lookup(Kmq.Registry, {__MODULE__, pid}) do
+      [{^pid, {ref, policy}}] -> {%Handle{pid: pid, ref: ref}, policy}
+      [] -> nil
+    end
+  end
+
+  def handle(pid) do
+    :erpc.call(node(pid), __MODULE__, :handle, [pid], @lookup_ms)
+  catch
+    _, _ -> nil
   end
 
   @doc "What stands in the place of a message's attempt: see above."
-  @spec carried(tuple, String.t(), non_neg_integer, ack_ref) ::
+  @spec carried(tuple, String.t(), non_neg_integer, atom) ::
           pos_integer | Kmq.LetterWriter.original()
-  def carried(record, topic, partition, {_ref, _pid, {_delivery, _, _, _}}),
-    do: {topic, partition, record}
-
-  def carried(record, _topic, _partition, _ack_ref), do: elem(record, 5)
+  def carried(record, _topic, _partition, :markers), do: elem(record, 5)
+  def carried(record, topic, partition, _delivery), do: {topic, partition, record}
 
   @spec ack(ack_ref, [map], [map]) :: :ok
-  def ack({ref, pid, policy}, successful, failed) do
-    {delivery, {on_success, _on_failure, _backoff} = policy} = policy(policy)
-    handle = %Handle{pid: pid, ref: ref}
+  def ack(pid, successful, failed) do
     left(successful)
     left(failed)
 
+    case handle(pid) do
+      {handle, policy} ->
+        ack(handle, policy, successful, failed)
+
+      nil ->
+        entries = for message <- successful ++ failed, do: data(message)
+        refused = for {slot, offset, _, _, _} <- entries, do: {slot, offset, :closed}
+        report({:error, refused}, %Handle{pid: pid, ref: nil}, :settle, entries)
+    end
+  end
+
+  @spec ack(Handle.t(), policy | plain_policy, [map], [map]) :: :ok
+  def ack(handle, policy, successful, failed) do
+    {delivery, {on_success, _on_failure, _backoff} = policy} = policy(policy)
     {acked, rest} = succeeded(successful, on_success, [], [])
     acked != [] && settle(handle, :ack, acked)
 
@@ -66,8 +96,6 @@ defmodule OffBroadway.Kmq.Acknowledger do
   end
 
   defp left(_messages), do: :ok
-
-  defp policy(:default), do: {:markers, @default}
 
   defp policy({delivery, on_success, on_failure, backoff}),
     do: {delivery, {on_success, on_failure, backoff}}
@@ -90,13 +118,14 @@ defmodule OffBroadway.Kmq.Acknowledger do
       options[:on_failure] || on_failure}}
   end
 
-  defp configurable!({_ref, _pid, {delivery, _, _, _}}, options) do
-    for {name, value} <- options,
-        {:error, message} <- [Types.supported(value, name, delivery)],
-        do: raise(ArgumentError, message)
+  defp configurable!(pid, options) do
+    with {_handle, {delivery, _, _, _}} <- handle(pid),
+         {name, value} <- Enum.find(options, &(supported(&1, delivery) != :ok)),
+         {:error, message} <- Types.supported(value, name, delivery),
+         do: raise(ArgumentError, message)
   end
 
-  defp configurable!(_ack_ref, _options), do: :ok
+  defp supported({name, value}, delivery), do: Types.supported(value, name, delivery)
 
   # The hot path: plain success of the usual policy is a list of places, everything else a planned message.
   defp succeeded([], _on_success, acked, rest), do: {acked, rest}

@@ -137,7 +137,6 @@ defmodule OffBroadway.Kmq.Producer do
     :key,
     :handle,
     :monitor,
-    :ack_ref,
     :template,
     :shutdown,
     :order,
@@ -301,7 +300,7 @@ defmodule OffBroadway.Kmq.Producer do
         %{handle: %{ref: ref}} = state
       ) do
     Process.demonitor(state.monitor, [:flush])
-    {:noreply, [], %{state | handle: nil, monitor: nil, ack_ref: nil}}
+    {:noreply, [], %{state | handle: nil, monitor: nil}}
   end
 
   # A fatal error of the client: by now the handle is closed, only a new one helps.
@@ -395,8 +394,7 @@ defmodule OffBroadway.Kmq.Producer do
       {:ok, handle} ->
         Handle.attach(handle, self())
         monitor = Process.monitor(handle.pid)
-        ack_ref = Acknowledger.ack_ref(handle, state.config)
-        {:ok, %{state | handle: handle, monitor: monitor, ack_ref: ack_ref}}
+        {:ok, %{state | handle: handle, monitor: monitor}}
 
       {:error, %Error{retriable?: true} = error} ->
         Logger.error("kmq: #{inspect(state.key)}: not open yet: #{error.message}")
@@ -410,7 +408,7 @@ defmodule OffBroadway.Kmq.Producer do
   defp reopen_later(state) do
     state.monitor && Process.demonitor(state.monitor, [:flush])
     Process.send_after(self(), {:kmq, :reopen}, @reopen_ms)
-    %{state | handle: nil, monitor: nil, ack_ref: nil}
+    %{state | handle: nil, monitor: nil}
   end
 
   # ---- messages
@@ -498,7 +496,9 @@ defmodule OffBroadway.Kmq.Producer do
 
   defp records([record | rest], {slot, topic, partition, state, batch_key} = of, mark, tail) do
     {offset, ts, key, value, headers, attempt, deliveries, origin} = record
-    {marked, mark} = record |> Acknowledger.carried(topic, partition, state.ack_ref) |> mark(mark)
+
+    {marked, mark} =
+      record |> Acknowledger.carried(topic, partition, state.config.delivery) |> mark(mark)
 
     message = %{
       state.template
@@ -515,7 +515,7 @@ defmodule OffBroadway.Kmq.Producer do
           deliveries: deliveries,
           id: Message.id(origin, topic, partition, offset, ts)
         },
-        acknowledger: {Acknowledger, state.ack_ref, {slot, offset, marked}}
+        acknowledger: {Acknowledger, state.handle.pid, {slot, offset, marked}}
     }
 
     [message | records(rest, of, mark, tail)]
