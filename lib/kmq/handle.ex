@@ -39,7 +39,7 @@ defmodule Kmq.Handle do
   @type token :: {slot :: integer, offset :: integer}
   @type batch :: {slot :: integer, topic :: binary, partition :: integer, [tuple]}
   @type refusal ::
-          {integer, integer, :late | :unknown | :closed | :enomem | :full | :unsupported}
+          {integer, integer, Kmq.failure()}
 
   @admin_timeout 10_000
   @retry_causes %{failed: {0, 1}, released: {2, 0}, snoozed: {3, 0}, rejected: {4, 3}}
@@ -240,11 +240,16 @@ defmodule Kmq.Handle do
   defp refused({:error, list}, _tokens) when is_list(list), do: {:error, list}
   defp refused({:error, :closed}, tokens), do: {:error, all_closed(tokens)}
 
-  defp all_closed(tokens), do: Enum.map(tokens, &{elem(&1, 0), elem(&1, 1), :closed})
+  defp all_closed(tokens), do: all_refused(tokens, :closed)
+  defp all_refused(tokens, reason), do: Enum.map(tokens, &{elem(&1, 0), elem(&1, 1), reason})
+
+  @remote_ms 10_000
 
   defp remote(%__MODULE__{pid: pid}, request, tokens) do
-    GenServer.call(pid, request, 10_000)
+    GenServer.call(pid, request, @remote_ms)
   catch
+    # It may have been settled all the same, or be so when its node answers again.
+    :exit, {:timeout, _} -> {:error, all_refused(tokens, :timeout)}
     :exit, _ -> {:error, all_closed(tokens)}
   end
 

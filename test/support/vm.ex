@@ -18,7 +18,7 @@ defmodule Kmq.Test.VM do
 
   @doc """
   Starts a VM with the application `:kmq` and waits until it answers. Options: `:failpoints` (as `KMQ_FAILPOINTS` has it), `:dir`
-  for its log.
+  for its log, `:args` for `erl`.
   """
   @spec start(keyword) :: t
   def start(options \\ []) do
@@ -124,7 +124,9 @@ defmodule Kmq.Test.VM do
 
     args =
       ["-c", ~s(log=$1; shift; exec "$@" </dev/null >>"$log" 2>&1), "sh", log, erl] ++
-        ["-noinput", "-boot", "start_clean", "+sbwt", "none", "-pa" | paths] ++
+        ["-noinput", "-boot", "start_clean", "+sbwt", "none"] ++
+        Keyword.get(options, :args, []) ++
+        ["-pa" | paths] ++
         ["-s", Atom.to_string(__MODULE__), "boot"]
 
     env = [

@@ -314,6 +314,10 @@ defmodule OffBroadway.Kmq.Acknowledger do
   defp meaning(:unknown), do: "they are not in work (settled before?)"
   defp meaning(:unsupported), do: "this delivery has no such action"
   defp meaning(:closed), do: "the consumer is closed, they come again"
+
+  defp meaning(:timeout),
+    do: "their consumer's node does not answer, they are settled or come again"
+
   defp meaning(reason), do: to_string(reason)
 
   defp settled(0, _handle, _action), do: :ok
