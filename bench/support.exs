@@ -7,7 +7,10 @@ defmodule Bench.Support do
 
   # Without an address the broker of the tests is started; its jars must be in the cache (`make setup-test`).
   def kafka(nil) do
-    Code.require_file("test/support/kafka_broker.ex")
+    # in the tests' build it is there already
+    unless Code.ensure_loaded?(Kmq.Test.Kafka),
+      do: Code.require_file("test/support/kafka_broker.ex")
+
     broker = apply(Kmq.Test.Kafka, :start!, [[jvm: ["-Xmx1g"]]])
 
     {apply(Kmq.Test.Kafka, :bootstrap, [broker]),

@@ -307,16 +307,23 @@ void kafka_record_make(rd_kafka_message_t *message, kafka_record *record)
     record->value_len = message->len;
 }
 
-size_t kafka_queue_wait(kafka_queue *queue, kafka_record *out, size_t max, int timeout_ms)
+static size_t pop(kafka_queue *queue, kafka_record *out, size_t max, size_t max_bytes, int timeout_ms)
 {
-    size_t n = 0;
+    size_t n = 0, bytes = 0;
     rd_kafka_message_t *message;
-    while (n < max && (message = rd_kafka_consume_queue(queue->rkqu, n == 0 ? timeout_ms : 0)) != NULL) {
+    while (n < max && bytes < max_bytes &&
+           (message = rd_kafka_consume_queue(queue->rkqu, n == 0 ? timeout_ms : 0)) != NULL) {
         kafka_record_make(message, &out[n]);
         queue->stopped |= out[n].error == KAFKA_RECORD_OUT_OF_RANGE;
+        bytes += out[n].value_len;
         n++;
     }
     return n;
+}
+
+size_t kafka_queue_wait(kafka_queue *queue, kafka_record *out, size_t max, int timeout_ms)
+{
+    return pop(queue, out, max, SIZE_MAX, timeout_ms);
 }
 
 /* Half a queue was taken: its fetcher may rest although there is room. */
@@ -330,11 +337,16 @@ static void nudge(kafka_queue *queue, const kafka_record *records, size_t n)
     if (kafka_nudge_ask(consumer->nudge, queue->topic, queue->partition)) queue->taken = queue->taken_bytes = 0;
 }
 
-size_t kafka_queue_pop(kafka_queue *queue, kafka_record *out, size_t max)
+size_t kafka_queue_pop_bytes(kafka_queue *queue, kafka_record *out, size_t max, size_t max_bytes)
 {
-    size_t n = kafka_queue_wait(queue, out, max, 0);
+    size_t n = pop(queue, out, max, max_bytes, 0);
     if (n != 0) nudge(queue, out, n);
     return n;
+}
+
+size_t kafka_queue_pop(kafka_queue *queue, kafka_record *out, size_t max)
+{
+    return kafka_queue_pop_bytes(queue, out, max, SIZE_MAX);
 }
 
 void kafka_records_free(kafka_record *records, size_t n)

@@ -167,6 +167,8 @@ int kafka_consumer_assign_remove(kafka_consumer *consumer, const kafka_partition
 kafka_queue *kafka_consumer_queue(kafka_consumer *consumer, const char *topic, int32_t partition);
 /* Pops up to max records without waiting. Free them all with kafka_records_free (in bulk: that is what is fast). */
 size_t kafka_queue_pop(kafka_queue *queue, kafka_record *out, size_t max);
+/* The same; the record whose value brings the sum to max_bytes or above is the last. */
+size_t kafka_queue_pop_bytes(kafka_queue *queue, kafka_record *out, size_t max, size_t max_bytes);
 size_t kafka_queue_wait(kafka_queue *queue, kafka_record *out, size_t max,
                         int timeout_ms); /* blocks up to timeout for the first: threads only */
 void kafka_records_free(kafka_record *records, size_t n);

@@ -7,7 +7,8 @@
 #include "../kafka/failpoint.h"
 
 enum {
-    POP = 256,          /* records popped and freed together */
+    POP = 256,          /* records popped and freed together ... */
+    POP_BYTES = 131072, /* ... and how much of them: all that is popped is copied before the next look at the clock */
     QUANTUM = 1024,     /* of one partition in a row: a START of 1,000 costs what one of 10 costs ... */
     QUANTUM_MAX = 8192, /* ... and each is a request to the broker: callers in a hurry get longer runs */
     HAND_OUT = 64,      /* messages between two looks at the clock */
@@ -247,7 +248,9 @@ static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
 {
     bool plain_goes = !e->config.ttl_ms && kmq_filter_is_empty(&e->config.filter);
     kafka_record records[POP];
-    size_t n = kafka_queue_pop(p->queue, records, max < POP ? max : POP), i = 0, kept = 0;
+    if (max > POP) max = POP;
+    size_t n = kafka_queue_pop_bytes(p->queue, records, max, POP_BYTES), i = 0, kept = 0, bytes = 0;
+    for (size_t k = 0; k < n; k++) bytes += records[k].value_len;
     while (i < n && !p->broken && !p->lame) {
         size_t plain = plain_goes ? keep_plain(p, records + i, n - i) : 0;
         i += plain;
@@ -260,7 +263,7 @@ static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
             kept++;
     }
     kafka_records_free(records, n);
-    if (n < (max < POP ? max : POP)) p->hot = false;
+    if (n < max && bytes < POP_BYTES) p->hot = false; /* it is empty */
     p->unstarted += kept;
     return kept;
 }

@@ -140,6 +140,38 @@ static void wake_by_descriptor(void **state)
     close(fds[1]);
 }
 
+/* Of large records no more than fit, and one, are popped at once: who copies them looks at the clock between two pops. */
+static void pop_by_bytes(void **state)
+{
+    (void)state;
+    kafka_error err;
+    topic(&c, "heavy", 1);
+    fill_partition(&c, "heavy", 0, 100); /* "0" to "99": 190 bytes */
+    kafka_property props[] = {{"bootstrap.servers", c.bootstrap}, {"fetch.wait.max.ms", "10"}};
+    kafka_consumer *consumer;
+    assert_int_equal(kafka_consumer_open(props, 2, NULL, NULL, &consumer, &err), 0);
+    kafka_partition from = {.topic = "heavy", .offset = 0};
+    assert_int_equal(kafka_consumer_assign(consumer, &from, 1, &err), 0);
+    kafka_queue *queue = kafka_consumer_queue(consumer, "heavy", 0);
+    kafka_record out[100];
+    int got = 0;
+    assert_int_equal(kafka_queue_pop_bytes(queue, out, 100, 0), 0);
+    EVENTUALLY(20, kafka_queue_wait(queue, out, 1, 100) == 1);
+    for (got = 1; got < 100;) {
+        size_t n = kafka_queue_pop_bytes(queue, out + got, (size_t)(100 - got), 21), bytes = 0;
+        for (size_t i = 0; i < n; i++) {
+            assert_int_equal(number(&out[got + (int)i]), got + (int)i);
+            assert_true(bytes < 21); /* it had room for this one */
+            bytes += out[got + (int)i].value_len;
+        }
+        got += (int)n;
+        if (n == 0) nap_ms(5);
+    }
+    kafka_records_free(out, 100);
+    kafka_consumer_destroy(consumer, NULL, NULL);
+    assert_nothing_left();
+}
+
 /* Destroyed with full queues, an unread control queue and a record in hand just given back; no wake-up after it. */
 static void count_done(void *ctx) { atomic_fetch_add((atomic_int *)ctx, 1); }
 
@@ -594,10 +626,11 @@ static void error_table(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(error_table),   cmocka_unit_test(wake_ups),    cmocka_unit_test(wake_by_descriptor),
-        cmocka_unit_test(destroy_full),  cmocka_unit_test(small_queue), cmocka_unit_test(out_of_range),
-        cmocka_unit_test(rebalance),     cmocka_unit_test(cooperative), cmocka_unit_test(commit_and_outsider),
-        cmocka_unit_test(missing_topic), cmocka_unit_test(broker_gone), cmocka_unit_test(close_sequence),
+        cmocka_unit_test(error_table),         cmocka_unit_test(wake_ups),      cmocka_unit_test(wake_by_descriptor),
+        cmocka_unit_test(pop_by_bytes),        cmocka_unit_test(destroy_full),  cmocka_unit_test(small_queue),
+        cmocka_unit_test(out_of_range),        cmocka_unit_test(rebalance),     cmocka_unit_test(cooperative),
+        cmocka_unit_test(commit_and_outsider), cmocka_unit_test(missing_topic), cmocka_unit_test(broker_gone),
+        cmocka_unit_test(close_sequence),
     };
     return cmocka_run_group_tests_name("kafka consumer", tests, start, stop);
 }
