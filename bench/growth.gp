@@ -5,7 +5,8 @@ set terminal pngcairo size 1300,900 font "sans,11" background "white"
 set output dir."/growth.png"
 set logscale xy
 set grid lt 1 lw 0.7 lc rgb "#e0e0e0"
-set format y "%g"
+set format xy "%g"
+set yrange [0.1:100]
 set rmargin 4
 set key top left box lc rgb "#bbbbbb" opaque spacing 1.2
 pick(what) = sprintf("< awk -F, '$1 == \"%s\" {print $2 \",\" $4 \",\" $5}' %s", what, csv)
@@ -17,8 +18,7 @@ do for [i = 1:4] {
     part = word(parts, i)
     if (has(part) == 0) { unset title; set multiplot next; continue }
     set xlabel word(titles, i)
-    set ylabel "CPU, microseconds a message (log)"
-    if (part eq "partitions" || part eq "open") { set yrange [0.05:10]; set format x "%.0f" } else { set yrange [*:*]; set format x "10^{%T}" }
+    set ylabel "CPU, us a message (log)"
     if (part eq "partitions") { set xtics 2 } else { set xtics 10 }
     if (part eq "partitions" || part eq "bytes") {
         plot pick(part) using 1:2 with linespoints pt 7 ps 0.9 lw 2 lc rgb "#d62728" title "pull and ack", \
