@@ -121,10 +121,12 @@ void engine_send_commit(engine *e, int64_t now)
         list[n++] = (kafka_partition){.topic = p->topic->name, .partition = p->partition, .offset = offset};
     }
     if (!n) return;
-    if (kafka_consumer_commit(e->consumer, list, n, NULL, NULL))
+    if (kafka_consumer_commit(e->consumer, list, n, NULL, NULL)) {
         e->commit_due = now + COMMIT_PAUSE_MS;
-    else
+        engine_notify_owner(e, COMMIT_PAUSE_MS); /* a hand-out's call comes from somebody else */
+    } else {
         e->commit_in_flight = true;
+    }
 }
 
 static void add(ErlNifEnv *env, ERL_NIF_TERM *events, ERL_NIF_TERM name, ERL_NIF_TERM value)

@@ -248,6 +248,8 @@ static inline int64_t part_now(const part *p, int64_t now)
 {
     return p->log_at ? p->log_ms + (now - p->log_at) : INT64_MIN;
 }
+/* At max_in_flight, paused, or its next message waits for its lane: it takes none of the room of those that flow. */
+static inline bool part_stands(const part *p) { return p->full || p->paused || p->blocked; }
 void engine_clock_load(void);
 int64_t engine_wall_ms(void); /* this machine's time of day */
 static inline bool engine_marks(const engine *e) { return e->config.delivery == KMQ_DELIVERY_MARKERS; }

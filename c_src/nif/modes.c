@@ -9,7 +9,8 @@
  *                   ^ floor          ^ committed           ^ gate_offset          one commit on its way at a time
  *
  * A window is asked for when half of the one before is handed out: as much as is taken in two of a commit's round trips, what is asked
- * for at least, start_ahead at most. That much is lost when the VM dies; an orderly end commits the floor again, and loses nothing.
+ * for at least, start_ahead at most; what is covered of partitions that stand comes beside it. That much is lost when the VM dies; an orderly end
+ * commits the floor again, and loses nothing.
  *
  * letters: messages that go to the dead letter topic. The owner has their bytes and writes them; the floor (:offsets) and the end of the
  * engine wait for that. Thread rule: as engine.h says; what takes a part alone wants its lock held. */
@@ -73,14 +74,15 @@ void modes_ask(engine *e, int64_t want, int64_t now)
     if (window > e->config.start_ahead) window = e->config.start_ahead;
     for (size_t i = 0; i < e->n_active; i++) {
         if (e->active[i]->asked_n > e->active[i]->covered_n) return; /* it failed, and is sent again */
-        covered += e->active[i]->covered_n;
+        if (!part_stands(e->active[i]))
+            covered += e->active[i]->covered_n; /* what stands leaves the window to the others */
     }
     if (2 * covered > window) return;
     e->gate_handed = e->handed_total;
     e->gate_cursor++; /* each has its turn to be the first */
     for (size_t i = 0; i < e->n_active && covered < window; i++) {
         part *p = e->active[(e->gate_cursor + i) % e->n_active];
-        if (p->paused) continue;
+        if (part_stands(p)) continue;
         enif_mutex_lock(p->lock);
         int64_t n = kmq_ledger_ready(&p->ledger) - p->covered_n;
         if (n > window - covered) n = window - covered;

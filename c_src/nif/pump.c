@@ -1,4 +1,24 @@
-/* pump - from librdkafka's partition queues to the caller's list: fetch, START, hand out. */
+/* pump - from librdkafka's partition queues to the caller's list: fetch, START, hand out.
+ *
+ * Nobody asks again and again: a borrower that got less than it wanted waits for one message, `ready` (its own `room` and demand beside it,
+ * see Kmq.Lanes). So whatever holds a message back names, when it lets go, who is woken:
+ *
+ *   the queue is empty              librdkafka's call when a first record comes: `hot`, and ready
+ *   the queue is not empty          nobody calls. So a take that ends hungry has read all queues that it may read, or (`more`) is called again:
+ *                                   its slice was over, or what stood, or took the room, when it read does so no more (`unread`)
+ *   not STARTed: too few for a run  more are read, or nothing that flows is STARTed: then any number is a run (`starts_urgent`)
+ *   START on its way                its report: ready. Failed: the owner's timer at start_pause_until
+ *   gated                           its commit's answer: ready; failed: the owner's timer at commit_due. Covered already: open at once
+ *   window (at most once)           the same; an answer also says that the next may be asked for
+ *   full                            the settling, or the time limit, that clears the flag: ready
+ *   blocked (no room in its lane)   an ack, then the processor's next demand; with batchers `room`, from whoever raises the lane's count
+ *   lane unknown                    take's answer names it: the borrower says which, and wakes itself
+ *   isolated                        isolate.c, when the others are out of work or its wait is over
+ *   paused, lame, broken, assigned  resume, the new slot (the owner was told when it broke), and an assignment wake at their end
+ *
+ * ready is said once (`ready_sent`) until somebody takes. A take clears the mark before it looks, under engine.lock, and all these change
+ * what it looks at before they set the mark: what it did not see wakes it again. A borrower without demand leaves the mark set: its next
+ * demand is a take. */
 #include "engine.h"
 
 #include <string.h>
@@ -268,9 +288,6 @@ static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
     return kept;
 }
 
-/* A partition that stands at max_in_flight, is paused or waits for its lane. */
-static bool takes_no_room(const part *p) { return p->full || p->paused || p->blocked; }
-
 /* What is fetched and not handed out, and could be. */
 static void stored(const engine *e, int64_t *count, size_t *bytes)
 {
@@ -278,7 +295,7 @@ static void stored(const engine *e, int64_t *count, size_t *bytes)
     *bytes = 0;
     for (size_t i = 0; i < e->n_active; i++) {
         const part *p = e->active[i];
-        if (takes_no_room(p)) continue;
+        if (part_stands(p)) continue;
         *count += (int64_t)p->store.count + kmq_ledger_parking(&p->ledger);
         *bytes += p->store.bytes;
     }
@@ -311,15 +328,16 @@ static void starved(engine *e)
     if (e->hunger > AHEAD_MAX) e->hunger = AHEAD_MAX;
 }
 
-/* Is less than half of what is to be STARTed ahead on its way or durable? */
+/* Is less than half of what is to be STARTed ahead on its way or durable? With nothing STARTed always: a backlog of few messages would wait for
+ * a long run that does not come. */
 static bool starts_urgent(const engine *e, int64_t now)
 {
     int64_t started = 0;
     for (size_t i = 0; i < e->n_active; i++) {
         const part *p = e->active[i];
-        if (!takes_no_room(p)) started += (int64_t)p->store.count - (int64_t)p->unstarted;
+        if (!part_stands(p)) started += (int64_t)p->store.count - (int64_t)p->unstarted;
     }
-    return started < (e->config.start_ahead + ahead(e, now)) / 2;
+    return 2 * started < e->config.start_ahead + ahead(e, now);
 }
 
 /* STARTs, each partition in its turn; what the slice has no room for is written with the next poll. Each is a request to the broker: while there is
@@ -336,6 +354,21 @@ static void start_some(engine *e, int64_t now)
         part *p = e->active[e->start_cursor];
         if (urgent || !p->hot || p->unstarted >= MARKS_RUN || p->n_parks) marks_start(e, p, now);
     }
+}
+
+/* Would the next fetch read a queue? What stood when the last one looked may stand no more (a hand-out found room in its lane), or
+ * what took its room stands now. Such a queue wakes nobody: it did when its first record came. */
+static bool unread(const engine *e, int64_t want, int64_t now)
+{
+    int64_t count;
+    size_t bytes;
+    stored(e, &count, &bytes);
+    if (count >= e->config.start_ahead + want + ahead(e, now) || (int64_t)bytes >= e->config.store_bytes) return false;
+    for (size_t i = 0; i < e->n_active; i++) {
+        const part *p = e->active[i];
+        if (p->hot && !p->broken && !p->lame && !part_stands(p)) return true;
+    }
+    return false;
 }
 
 static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
@@ -355,7 +388,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         e->cursor = (e->cursor + 1) % e->n_active;
         size_t got = 0, before = p->store.bytes;
         int64_t position = p->position;
-        while (p->hot && !p->broken && !p->lame && !takes_no_room(p) && got < quantum && (int64_t)got < room &&
+        while (p->hot && !p->broken && !p->lame && !part_stands(p) && got < quantum && (int64_t)got < room &&
                (int64_t)(bytes + p->store.bytes - before) < e->config.store_bytes) {
             size_t left = (size_t)(room - (int64_t)got);
             got += fetch_some(e, p, left < quantum - got ? left : quantum - got, now);
@@ -367,6 +400,8 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         idle = p->position > position ? 0 : idle + 1;
     }
     if (skipped) engine_want_commit(e, now); /* what is skipped moves the floor, too */
+    for (size_t i = 0; i < e->n_active; i++)
+        if (e->active[i]->lame) engine_notify_owner(e, 0); /* who begins it again */
     if (engine_marks(e)) start_some(e, now);
 }
 
@@ -381,14 +416,20 @@ void pump(engine *e, int64_t want, int64_t now)
 }
 
 /* ------------------------------------------------------------------ hand out */
-/* The gate of a new assignment: asks once for the commit that covers the first window. */
+/* The gate of a new assignment: asks once for the commit that covers the first window. One that was covered before (the partition began again
+ * below what its last slot had committed) is open: no commit would go out for it, and none come back. */
 static void ask_gate(engine *e, part *p, int64_t window, int64_t now)
 {
     if (p->gate_offset >= 0) return;
     enif_mutex_lock(p->lock);
     p->gate_offset = kmq_ledger_waiting_offset(&p->ledger, window);
     enif_mutex_unlock(p->lock);
-    e->commit_due = now;
+    if (p->committed < p->gate_offset) {
+        e->commit_due = now;
+        return;
+    }
+    p->gated = false;
+    engine_wake_borrower(e);
 }
 
 /* The first message's time to live is over: nobody sees it. false: no memory, it is handed out after all. */
@@ -553,7 +594,7 @@ ERL_NIF_TERM pump_take_lanes(engine *e, ErlNifEnv *env, int64_t max, lanes *l, i
     isolate_turn(e, false, now);
     int64_t got = hand_out(e, env, max, &h);
     if (!h.cut && engine_marks(e)) fetch(e, max - got, now, h.start);
-    *more = h.cut || slice_over(h.start);
+    *more = h.cut || slice_over(h.start) || (got < max && !engine_marks(e) && unread(e, max - got, now));
     *unknown = h.unknown;
     return h.batches;
 }

@@ -4,7 +4,9 @@ defmodule Kmq.Test.Bodies.Control do
 
   use Kmq.Test.ClusterCase.Bodies
 
-  alias Kmq.{Consumer, Error}
+  import ExUnit.Callbacks, only: [on_exit: 1]
+
+  alias Kmq.{Consumer, Error, Handle}
 
   defp row(consumer, partition),
     do: Enum.find(Kmq.info(consumer).partitions, &(&1.partition == partition))
@@ -53,6 +55,38 @@ defmodule Kmq.Test.Bodies.Control do
     assert Enum.map(open ++ rest, & &1.offset) == Enum.to_list(0..(each - 1))
     assert Kmq.ack(rest, sync: true) == :ok
     eventually(fn -> assert %{lag: 0, open: 0} = Kmq.info(consumer).total end)
+  end
+
+  body "at most once: what is committed ahead of a paused partition is not the others' window",
+       %{cluster: cluster} do
+    topic = queue(cluster, 2)
+    publish(cluster, topic, for(i <- 1..400, do: {"#{i}", partition: 0}))
+    options = options(cluster, topic, delivery: :at_most_once, start_ahead: 50)
+    {:ok, handle} = Handle.open(Kmq.Config.new!(options, :consumer), {__MODULE__, topic})
+    on_exit(fn -> Handle.close(handle, 5_000) end)
+    :ok = Handle.attach(handle, self())
+
+    take = fn max ->
+      for {_, _, p, records} <- Handle.take(handle, max), r <- records, do: {p, elem(r, 0)}
+    end
+
+    # A whole window is asked for, and none of it taken.
+    eventually(
+      fn ->
+        rows = Handle.info(handle).partitions
+        if Enum.all?(rows, &(&1.committed < 50)), do: assert(take.(100) == [])
+        assert Enum.any?(rows, &(&1.partition == 0 and &1.committed == 50))
+      end,
+      15_000
+    )
+
+    assert :kmq_nif.consumer_pause(handle.ref, topic, 0, true) == :ok
+    publish(cluster, topic, for(i <- 1..20, do: {"#{i}", partition: 1}))
+    for i <- 0..19, do: assert([{1, i}] == eventually(fn -> with([] <- take.(1), do: nil) end))
+
+    # It is still there.
+    assert :kmq_nif.consumer_pause(handle.ref, topic, 0, false) == :ok
+    assert [{0, 0}] = eventually(fn -> with([] <- take.(1), do: nil) end)
   end
 
   body "a seek back hands out again, its commit goes back, and what was in work stays so", %{

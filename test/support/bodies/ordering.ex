@@ -443,6 +443,43 @@ defmodule Kmq.Test.Bodies.Ordering do
         do: assert(Enum.map(list, &elem(&1, 0)) == Enum.to_list(0..199))
   end
 
+  # What is not fetched yet waits in librdkafka's queues, which wake nobody twice; a worker that got less than its portion asks for nothing.
+  body "a backlog far beyond what is fetched ahead: nobody waits for a demand that does not come",
+       %{cluster: cluster, kind: kind} do
+    n = 240
+
+    for {partitions, own} <- [
+          {1, [delivery: :offsets, start_ahead: 7]},
+          {2, [delivery: :offsets, start_ahead: 3, max_in_flight: 4]},
+          {2, [ordering: :partition, start_ahead: 1]},
+          {1, [ordering: :key, start_ahead: 1]}
+        ] do
+      topic = queue(cluster, partitions)
+
+      publish(
+        cluster,
+        topic,
+        for(i <- 1..n, do: {"#{i}", partition: rem(i, partitions), key: "#{rem(i, 5)}"})
+      )
+
+      book = book()
+
+      host =
+        Host.start(
+          kind,
+          options(cluster, topic, own),
+          fn message ->
+            work(book, {place(message), message.metadata.offset}, message, fn -> :ok end)
+          end,
+          max_demand: 5
+        )
+
+      await(book, n)
+      assert Host.stop(host) == :ok
+      assert {handled(book), overlaps(book)} == {n, 0}
+    end
+  end
+
   body "without an order a partition_by is the user's own", %{cluster: cluster, kind: kind} do
     topic = queue(cluster, 2)
     publish(cluster, topic, for(i <- 1..200, do: {"#{i}", partition: rem(i, 2)}))
