@@ -1,13 +1,18 @@
 defmodule Kmq.Inspect do
   @moduledoc false
-  # What of a queue is open, read from its topics by one that is no member of any group. For a look now and then: it reads all
-  # markers that the tracker would read after a restart, and keeps an entry for each open message.
+  # What of a queue is open, read from its topics by one that is no member of any group. For a look now and then: it begins where the
+  # tracker would begin after a restart, reads on to the end, and keeps an entry for each open message.
+  #
+  #     from = the tracker's commit                    last
+  #      |  S S E  S E E ... K K K  S E S ...           |      K: a CHECKPOINT. What is open since before `from` comes by it
 
   import Bitwise
   alias Kmq.{Config, Error, Security, Tracker}
 
   @timeout_ms 15_000
   @chunk 1_000
+  # So many markers, and it is said how far it is.
+  @told 50_000
 
   @type partition :: %{
           topic: String.t(),
@@ -23,14 +28,18 @@ defmodule Kmq.Inspect do
           next_due_ms: integer | nil
         }
 
-  @spec partitions(keyword) :: {:ok, [partition]} | {:error, Error.t()}
-  def partitions(options) do
+  @typedoc "How far it is with the markers of a partition; told while it takes longer than a moment."
+  @type progress ::
+          (topic :: String.t(), non_neg_integer, read :: pos_integer, of :: pos_integer -> any)
+
+  @spec partitions(keyword, progress) :: {:ok, [partition]} | {:error, Error.t()}
+  def partitions(options, progress \\ fn _, _, _, _ -> :ok end) do
     with {:ok, config} <- Config.new(options, :tracker) do
       with_admin(config.admin_props, config.group_id, fn queue ->
         tracker_group = Tracker.tracker_group(config.group_id)
 
         with_admin(config.admin_props, tracker_group, fn markers ->
-          config.topics |> collect(&topic(queue, markers, config, &1))
+          config.topics |> collect(&topic(queue, markers, config, &1, progress))
         end)
       end)
     end
@@ -52,7 +61,7 @@ defmodule Kmq.Inspect do
     end
   end
 
-  defp topic(queue, markers, config, topic) do
+  defp topic(queue, markers, config, topic, progress) do
     marker_topic = config.marker_topics[topic]
 
     with {:ok, n} <- size(queue, topic),
@@ -65,8 +74,9 @@ defmodule Kmq.Inspect do
              {:ok, {first, last}} <-
                native(:kmq_nif.admin_watermarks(markers, marker_topic, partition, @timeout_ms)),
              from = max(marker_commits[partition] || first, first),
-             {:ok, book} <-
-               read(markers, marker_topic, partition, from, last, book(config, topic)) do
+             told = fn at -> progress.(topic, partition, at - from, last - from) end,
+             book = %{book(config, topic) | from: from},
+             {:ok, book} <- read(markers, {marker_topic, partition}, from, last, told, book) do
           {:ok, [row(topic, partition, {low, high}, commits[partition], last - from, book)]}
         end
       end)
@@ -112,14 +122,15 @@ defmodule Kmq.Inspect do
          do: {:ok, for({_, p, offset} <- list, offset >= 0, into: %{}, do: {p, offset})}
   end
 
-  defp read(_admin, _topic, _partition, from, last, book) when from >= last, do: {:ok, book}
+  defp read(_admin, _partition, from, last, _told, book) when from >= last, do: {:ok, book}
 
-  defp read(admin, topic, partition, from, last, book) do
+  defp read(admin, {topic, partition} = place, from, last, told, book) do
     n = min(@chunk, last - from)
 
     with {:ok, records} <-
            native(:kmq_nif.admin_read(admin, topic, partition, from, n, @timeout_ms)) do
-      read(admin, topic, partition, from + n, last, Enum.reduce(records, book, &apply_record/2))
+      if div(from, @told) != div(from + n, @told), do: told.(from + n)
+      read(admin, place, from + n, last, told, Enum.reduce(records, book, &apply_record/2))
     end
   end
 
@@ -141,11 +152,14 @@ defmodule Kmq.Inspect do
   # ended: %{offset => cause} of all that ended, for those who ask for it; else nil, it grows with every message.
   @spec book(Config.t(), String.t(), map | nil) :: map
   def book(config, topic, ended \\ nil) do
-    # touched: opened or ended since the place where reading began, so that an older state in a CHECKPOINT is of no interest
+    # touched: opened or ended since the place where reading began, so that an older state in a CHECKPOINT is of no interest; bits, by
+    # 32 offsets
     %{
       open: %{},
       ended: ended,
-      touched: MapSet.new(),
+      touched: %{},
+      # A CHECKPOINT of an earlier state knows nothing of what ended between it and this place.
+      from: 0,
       now: 0,
       crc: :erlang.crc32([topic, 0, config.group_id]),
       group: config.group_id
@@ -218,11 +232,11 @@ defmodule Kmq.Inspect do
 
   # What was open before the place where reading begins; what came after it is known better already.
   defp range(6, body, book) do
-    {_as_of, rest} = uvar(body)
+    {as_of, rest} = uvar(body)
     {_part, rest} = uvar(rest)
     {_parts, rest} = uvar(rest)
     {n, rest} = uvar(rest)
-    entries(book, n, rest)
+    if as_of >= book.from, do: entries(book, n, rest), else: book
   end
 
   defp range(_clock, _body, book), do: book
@@ -234,7 +248,7 @@ defmodule Kmq.Inspect do
     {due, <<_cause, flags, rest::binary>>} = uvar(rest)
     kind = if (flags &&& 4) != 0, do: :parked, else: :lease
     lease = %{due: due, kind: kind, since: nil}
-    untouched = Enum.reject(offsets, &MapSet.member?(book.touched, &1))
+    untouched = Enum.reject(offsets, &touched?(&1, book))
     open = Enum.reduce(untouched, book.open, &Map.put_new(&2, &1, lease))
     entries(%{book | open: open}, n - 1, rest)
   end
@@ -259,8 +273,21 @@ defmodule Kmq.Inspect do
     %{touch(offsets, book) | open: Map.drop(book.open, offsets), ended: ended}
   end
 
-  defp touch(offsets, book),
-    do: %{book | touched: Enum.reduce(offsets, book.touched, &MapSet.put(&2, &1))}
+  defp touch(offsets, book), do: %{book | touched: Enum.reduce(offsets, book.touched, &mark/2)}
+
+  defp mark(offset, touched) do
+    word = offset >>> 5
+    bit = 1 <<< (offset &&& 31)
+
+    case touched do
+      %{^word => bits} when (bits &&& bit) != 0 -> touched
+      %{^word => bits} -> %{touched | word => bits ||| bit}
+      %{} -> Map.put(touched, word, bit)
+    end
+  end
+
+  defp touched?(offset, book),
+    do: (Map.get(book.touched, offset >>> 5, 0) &&& 1 <<< (offset &&& 31)) != 0
 
   defp renew(offsets, book, due, kinds, kind) do
     open =

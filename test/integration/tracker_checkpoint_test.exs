@@ -110,6 +110,13 @@ defmodule Kmq.Integration.TrackerCheckpointTest do
     assert ready.read < 400
     # as_of is kept, and referred to, as long as it is needed
     assert referred?(ready)
+
+    # Who looks from outside begins there as well. What somebody else has written as of earlier is of no interest: here all that was open then.
+    stale = <<0, 0, 1, 1>> <> <<10, 0, 1, 0, 100>> <> <<1, 0, 0>>
+    scope = {scene.topic, scene.group}
+    Markers.write(cluster.hosts, scene.markers, [Markers.range(scope, 0, 6, stale)])
+    assert %{open: 3, oldest: 0, parked: 0, markers: markers} = inspected(scene)
+    assert markers < 400
     for offset <- 0..2, do: Markers.write(cluster.hosts, scene.markers, [Markers.done(0, offset)])
     done = await(tracker, &(&1.open == 0 and &1.committed == &1.position))
     assert done.checkpoint_age_ms == -1
@@ -248,6 +255,9 @@ defmodule Kmq.Integration.TrackerCheckpointTest do
     # many markers written while it was down
     stop_tracker(scene)
     pairs(scene, 25 * @long, 1_000)
+    since = System.monotonic_time(:millisecond)
+    assert %{open: 1, oldest: 0} = inspected(scene)
+    look = System.monotonic_time(:millisecond) - since
     {many, many_mb} = ready(scene, 1)
 
     # parked messages
@@ -269,13 +279,21 @@ defmodule Kmq.Integration.TrackerCheckpointTest do
 
     IO.puts(:stderr, """
     restart: one open since #{100_000 * @long} markers #{one} ms, #{one_mb} MiB; #{50_000 * @long} markers while down #{many} ms, \
-    #{many_mb} MiB; #{parked} parked #{parks} ms, #{parks_mb} MiB, and #{writer} MiB while they came
+    #{many_mb} MiB, a look at them from outside #{look} ms; #{parked} parked #{parks} ms, #{parks_mb} MiB, and #{writer} MiB while they came
     """)
 
     assert one < scaled(2_000)
     assert many < scaled(20_000)
+    assert look < scaled(10_000)
     assert parks < scaled(5_000)
     assert Enum.max([one_mb, many_mb, parks_mb, writer]) < 512
+  end
+
+  defp inspected(scene) do
+    {:ok, [partition]} =
+      scene.options |> Keyword.take([:hosts, :topics, :group_id]) |> Kmq.Inspect.partitions()
+
+    partition
   end
 
   defp tracker(scene) do

@@ -14,7 +14,8 @@ defmodule Mix.Tasks.Kmq.Inspect do
   | NEXT DUE | when the first of them is due, if nothing happens before |
   | MARKERS | markers a tracker reads after a restart |
 
-  It reads them as well, as one that belongs to no group: it disturbs nobody, and takes a while where there are millions.
+  It reads them as well, as one that belongs to no group: it disturbs nobody. A million takes some seconds; what takes longer than one says
+  on standard error how far it is.
 
     * `--topic` - the queue topic; several times for several
     * `--group` - the consumer group
@@ -35,7 +36,15 @@ defmodule Mix.Tasks.Kmq.Inspect do
     pipeline =
       connection ++ [topics: Keyword.get_values(options, :topic), group_id: options[:group] || ""]
 
-    with {:ok, partitions} <- Kmq.Inspect.partitions(pipeline) do
+    since = System.monotonic_time(:millisecond)
+
+    # Whoever has waited for a second is told for what.
+    progress = fn topic, partition, read, of ->
+      if System.monotonic_time(:millisecond) - since > 1_000,
+        do: IO.puts(:stderr, "#{topic}, partition #{partition}: #{read} of #{of} markers read")
+    end
+
+    with {:ok, partitions} <- Kmq.Inspect.partitions(pipeline, progress) do
       put(%{partitions: partitions}, options, fn _ -> plain(partitions) end)
     end
   end
