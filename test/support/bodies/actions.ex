@@ -121,6 +121,7 @@ defmodule Kmq.Test.Bodies.Actions do
         end
 
       [first, second] = Enum.zip_with(tl(times), times, &-/2)
+
       # Seen from here: who came late himself is followed the sooner. Never early by the broker's clock: the tracker's tests.
       assert first in (300 + 700 - scaled(150))..(300 + 700 + scaled(900))
       assert second in (300 + 1_400 - scaled(900))..(300 + 1_400 + scaled(900))
