@@ -8,7 +8,8 @@
 #   bytes        10 B to 100 kB, 200 MB or 400,000 messages, beside librdkafka alone
 #   demand       the stage host with max_demand 1 to 1,000
 #   memory       30 s at 20,000 messages of 1 kB a second, one in 100 fails once: the VM's and the tracker's memory
-#   schedulers   how long one call holds a normal scheduler at most. Only the tests' build counts that: `make bench-growth` runs it in one
+#   schedulers   how long one call holds a normal scheduler at most. Only the tests' build counts that: `make bench-growth` runs it in one,
+#                whatever --only says
 #
 # CPU is that of the whole VM, librdkafka's threads included. 3 to 4 minutes and one more for the schedulers. _build/bench/growth.csv:
 # what, size, msg/s, us, librdkafka alone's us.

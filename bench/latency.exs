@@ -8,7 +8,7 @@
 #   --only NAME,NAME   of markers, offsets, plain, redelivery; plain is always measured
 #   --bytes N          of a message (100)          --partitions N  (8)
 #   --linger MS        of the sender (0)           --demand N      the stage host's max_demand (100); it has 4 workers
-#   --save             into bench/RESULTS.md
+#   --flush MS         ack_flush_interval (5)      --save          into bench/RESULTS.md
 #
 # Every line has the same sender in turn: a C program that writes the time into each message. What is measured is from there to the handler's
 # first line (for plain: to the return of rd_kafka_consumer_poll), by the clock of this machine. About 3 minutes.
@@ -47,6 +47,7 @@ defmodule Bench.Latency do
         partitions: :integer,
         linger: :string,
         demand: :integer,
+        flush: :integer,
         save: :boolean
       )
 
@@ -61,7 +62,8 @@ defmodule Bench.Latency do
       bytes: options[:bytes] || 100,
       partitions: options[:partitions] || 8,
       linger: options[:linger] || "0",
-      demand: options[:demand] || 100
+      demand: options[:demand] || 100,
+      flush: options[:flush] || 5
     }
 
     with_kafka(options[:kafka], fn bootstrap ->
@@ -158,7 +160,7 @@ defmodule Bench.Latency do
     delivery =
       if line == "offsets",
         do: [delivery: :offsets, on_failure: :ack],
-        else: [create_topics: true, marker_topic: topic <> "-m"]
+        else: [create_topics: true, marker_topic: topic <> "-m", ack_flush_interval: b.flush]
 
     name = String.to_atom(topic)
 
