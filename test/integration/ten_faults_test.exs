@@ -335,7 +335,7 @@ defmodule Kmq.Integration.TenFaultsTest do
 
     # something of now, and it is not late for the clock that ran ahead
     mark(cluster, topic, options, [start(:range, scope, 0, 2, 500)])
-    eventually(fn -> assert ["2"] = Enum.map(copies(cluster, topic), & &1.value) end, 10_000)
+    eventually(fn -> assert ["2"] = Enum.map(copies(cluster, topic), & &1.value) end, 30_000)
 
     eventually(fn ->
       match?({:ok, %{partitions: [%{open: 2, due: 0}]}}, Tracker.info(tracker))

@@ -98,7 +98,11 @@ defmodule Kmq.DependencyTest do
     output = run!(Path.join(release, "bin/shop"), ["start"], cd: elsewhere, env: env)
     assert output =~ "flour: handled in #{elsewhere}"
     refute output =~ "[error]"
-    refute output =~ "[warning]"
+    # The broker ends with the program, and its tracker may see it go.
+    refute output
+           |> String.split("\n")
+           |> Enum.reject(&(&1 =~ "_TRANSPORT"))
+           |> Enum.any?(&(&1 =~ "[warning]"))
   end
 
   test "optional packages are listed where Hex is, or to be installed, and never ask for it in other projects" do
