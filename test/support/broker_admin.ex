@@ -48,6 +48,33 @@ defmodule Kmq.Test.BrokerAdmin do
     :ok
   end
 
+  @doc "Commits offsets of a group that has no members (OffsetCommit 2), as another client would; `[{partition, offset, metadata}]`."
+  @spec commit(String.t(), String.t(), String.t(), [{non_neg_integer, integer, String.t()}]) ::
+          :ok
+  def commit(hosts, group, topic, offsets) do
+    partitions =
+      for {partition, offset, metadata} <- offsets,
+          do: [<<partition::32, offset::64>>, string(metadata)]
+
+    body = [
+      [string(group), <<-1::32>>, string(""), <<-1::64, 1::32>>],
+      [string(topic), <<length(offsets)::32>>, partitions]
+    ]
+
+    # The first question for a coordinator makes the topic that it needs.
+    Kmq.Test.Eventually.eventually(
+      fn ->
+        request(hosts, 10, 0, string(group))
+        answer = request(hosts, 8, 2, body)
+        all = for {partition, _, _} <- offsets, into: <<>>, do: <<partition::32, 0::16>>
+        binary_part(answer, byte_size(answer), -byte_size(all)) == all
+      end,
+      20_000
+    )
+
+    :ok
+  end
+
   defp request(hosts, api, version, body) do
     [host, port] = hosts |> String.split(",") |> hd() |> String.split(":")
     options = [:binary, active: false, packet: 4]
