@@ -8,8 +8,11 @@
 # Every consuming line reads the same topic, with a group of its own each time, measured from the first message to the last. The lines
 # go in turn, run after run: what the machine does meanwhile hits all of them.
 
+Code.require_file("support.exs", __DIR__)
+
 defmodule Bench do
   @moduledoc false
+  import Bench.Support
 
   # name, title, share of the messages it works on (the slow ones would take minutes), target, and what the target is a ratio of
   @lines [
@@ -36,69 +39,43 @@ defmodule Bench do
   @floors [{"pull", "alone", 0.1}, {"range", "pull", 0.12}, {"publish", "produce", 0.05}]
 
   def main(args) do
-    {options, _, bad} =
-      OptionParser.parse(args,
-        strict: [
-          kafka: :string,
-          messages: :integer,
-          partitions: :integer,
-          bytes: :integer,
-          keyed: :boolean,
-          runs: :integer,
-          only: :string,
-          quick: :boolean,
-          save: :boolean
-        ]
+    options =
+      options!(args,
+        kafka: :string,
+        messages: :integer,
+        partitions: :integer,
+        bytes: :integer,
+        keyed: :boolean,
+        runs: :integer,
+        only: :string,
+        quick: :boolean,
+        save: :boolean
       )
 
-    if bad != [], do: raise(ArgumentError, "unknown option #{inspect(bad)}")
-    {:ok, _} = Application.ensure_all_started(:kmq)
-    Logger.configure(level: :error)
-    {bootstrap, stop} = kafka(options[:kafka])
-    bytes = options[:bytes] || 100
+    with_kafka(options[:kafka], fn bootstrap ->
+      bytes = options[:bytes] || 100
+      quick = options[:quick] || false
 
-    try do
       run(%{
         bootstrap: bootstrap,
         messages:
-          options[:messages] ||
-            if(options[:quick], do: 500_000, else: div(400_000_000, bytes + 100)),
+          options[:messages] || if(quick, do: 2_000_000, else: div(400_000_000, bytes + 100)),
         partitions: options[:partitions] || 8,
         bytes: bytes,
         keyed: options[:keyed] || false,
-        runs: options[:runs] || if(options[:quick], do: 1, else: 3),
-        only:
-          if(options[:quick],
-            do: @quick,
-            else: options[:only] && String.split(options[:only], ",")
-          ),
-        quick: options[:quick] || false,
+        runs: options[:runs] || if(quick, do: 1, else: 3),
+        only: if(quick, do: @quick, else: options[:only] && String.split(options[:only], ",")),
+        quick: quick,
         save: options[:save] || false,
-        classes: java_classes(options[:quick]),
-        alone:
-          Path.expand(env!("KMQ_RDKAFKA_ALONE", "the path of the C program (make bench sets it)"))
+        classes: java_classes(quick),
+        alone: alone()
       })
-    after
-      stop.()
-    end
+    end)
   end
-
-  defp env!(name, what), do: System.get_env(name) || raise("#{name}: #{what}")
-
-  defp kafka(nil) do
-    Code.require_file("test/support/kafka_broker.ex")
-    # the tests keep their JVM small; here it must not hold back what is measured
-    broker = apply(Kmq.Test.Kafka, :start!, [[jvm: ["-Xmx1g"]]])
-
-    {apply(Kmq.Test.Kafka, :bootstrap, [broker]),
-     fn -> apply(Kmq.Test.Kafka, :stop, [broker]) end}
-  end
-
-  defp kafka(bootstrap), do: {bootstrap, fn -> :ok end}
 
   defp run(b) do
     b = Map.put(b, :topic, "bench-#{System.system_time(:millisecond)}")
-    head = head(b)
+    head = describe(b)
     IO.puts(head)
     :ok = Kmq.Topics.create_topic(b.topic, b.partitions, hosts: b.bootstrap)
     note("publishing #{b.messages} messages of #{b.bytes} bytes ...")
@@ -110,13 +87,25 @@ defmodule Bench do
       for run <- 1..b.runs, {name, title, share, _, _} <- lines do
         note("run #{run}/#{b.runs}: #{title} ...")
         b = %{b | messages: round(b.messages * share)}
-        {name, measure(name, b, "#{name}-#{run}")}
+        # In a process of its own: no line inherits the heap of another.
+        {name, Task.await(Task.async(fn -> measure(name, b, "#{name}-#{run}") end), :infinity)}
       end
       |> Enum.group_by(&elem(&1, 0), &elem(&1, 1))
 
     text = table(results)
     IO.puts(text)
-    if b.save, do: save(b, head, text)
+
+    if b.save do
+      shape = "#{b.bytes}#{if b.keyed, do: "-keyed"}"
+
+      save(
+        shape,
+        "Throughput, #{b.bytes} bytes#{if b.keyed, do: ", keys and headers"}",
+        head,
+        text
+      )
+    end
+
     if b.quick, do: floors(results)
   end
 
@@ -128,33 +117,15 @@ defmodule Bench do
 
   defp broadway?, do: Code.ensure_loaded?(Broadway)
 
-  defp head(b) do
-    {rdkafka, _} = :kmq_nif.version()
-
-    commit =
-      with {out, 0} <-
-             System.cmd("git", ["rev-parse", "--short", "HEAD"], stderr_to_stdout: true),
-           do: String.trim(out),
-           else: (_ -> "unknown")
-
+  defp describe(b) do
     shape = if b.keyed, do: ", each with a key and two headers", else: ""
-    left_out = if broadway?(), do: "", else: "; Broadway is not loaded: its lines are left out"
-    jvm = if b.classes, do: "", else: "; the JVM's peers are left out"
+    broadway = if broadway?(), do: "", else: ", Broadway is not loaded: its lines are left out"
+    jvm = if b.classes, do: "", else: ", the JVM's peers are left out"
 
-    """
-    #{System.schedulers_online()} schedulers, #{cpu_name()}; OTP #{System.otp_release()}, Elixir #{System.version()}, librdkafka #{rdkafka}, commit #{commit}
-    #{b.messages} messages of #{b.bytes} bytes#{shape} in #{b.partitions} partitions, #{b.runs} runs, the broker on the same machine#{left_out}#{jvm}
-    """
+    head(
+      "#{b.messages} messages of #{b.bytes} bytes#{shape} in #{b.partitions} partitions, #{b.runs} runs#{broadway}#{jvm}"
+    )
   end
-
-  defp cpu_name do
-    with {:ok, text} <- File.read("/proc/cpuinfo"),
-         [_, name] <- Regex.run(~r/model name\s*:\s*(.+)/, text),
-         do: name,
-         else: (_ -> "cpu unknown")
-  end
-
-  defp note(text), do: IO.puts(:stderr, "  " <> text)
 
   # ---- the JVM's peers
 
@@ -259,7 +230,7 @@ defmodule Bench do
       for i <- 1..chunk,
           do: {topic, value, [partition: rem(i, b.partitions)] ++ keyed(b, i) ++ options}
 
-    start = {now(), cpu()}
+    start = {now_us(), cpu_ms()}
 
     # Several at once, as the senders of a real program are.
     1..div(b.messages, chunk)
@@ -297,7 +268,7 @@ defmodule Bench do
 
     count = fn message ->
       if :counters.get(counter, 1) == 0 and :atomics.compare_exchange(first, 1, 0, 1) == :ok,
-        do: send(me, {:first, {now(), cpu()}})
+        do: send(me, {:first, {now_us(), cpu_ms()}})
 
       :counters.add(counter, 1, 1)
       message
@@ -412,7 +383,7 @@ defmodule Bench do
         end
 
       batches ->
-        start = start || {now(), cpu()}
+        start = start || {now_us(), cpu_ms()}
         count = Enum.reduce(batches, 0, fn {_, _, _, messages}, sum -> sum + length(messages) end)
         if ack?, do: :ok = :kmq_nif.consumer_settle(handle.ref, 0, batches)
         loop(handle, ack?, n, got + count, start)
@@ -420,19 +391,8 @@ defmodule Bench do
   end
 
   defp since({start, start_cpu}, n) do
-    seconds = max(now() - start, 1) / 1.0e6
-    {n / seconds, (cpu() - start_cpu) * 1000 / n, rss_mb()}
-  end
-
-  defp now, do: System.monotonic_time(:microsecond)
-  # of the whole process, librdkafka's threads included; ms
-  defp cpu, do: elem(:erlang.statistics(:runtime), 0)
-
-  defp rss_mb do
-    with {:ok, text} <- File.read("/proc/self/status"),
-         [_, kb] <- Regex.run(~r/VmRSS:\s+(\d+)/, text),
-         do: String.to_integer(kb) / 1024,
-         else: (_ -> 0.0)
+    seconds = max(now_us() - start, 1) / 1.0e6
+    {n / seconds, (cpu_ms() - start_cpu) * 1000 / n, rss_mb()}
   end
 
   # ---- the table
@@ -487,33 +447,7 @@ defmodule Bench do
     end
   end
 
-  # The part of the file between the marks of this shape of messages is ours.
-  defp save(b, head, text) do
-    path = "bench/RESULTS.md"
-    shape = "#{b.bytes}#{if b.keyed, do: "-keyed"}"
-    {open, close} = {"<!-- #{shape} -->", "<!-- end of #{shape} -->"}
-    section = "#{open}\n```\n#{head}```\n\n#{text}#{close}\n"
-    old = File.read!(path)
-
-    new =
-      if String.contains?(old, open),
-        do: Regex.replace(~r/#{open}.*#{close}\n/s, old, fn _ -> section end),
-        else: old <> "\n" <> section
-
-    File.write!(path, new)
-    note("written to #{path}")
-  end
-
-  defp median(list, index) do
-    sorted = list |> Enum.map(&elem(&1, index)) |> Enum.sort()
-    Enum.at(sorted, div(length(sorted), 2))
-  end
-
-  defp float(x), do: :erlang.float_to_binary(x / 1, decimals: 2)
-
-  defp thousands(x) do
-    x |> round() |> Integer.to_string() |> String.replace(~r/(?<=\d)(?=(\d{3})+$)/, ",")
-  end
+  defp median(list, index), do: list |> Enum.map(&elem(&1, index)) |> median()
 end
 
 defmodule Bench.Pipeline do

@@ -312,7 +312,7 @@ static int64_t ahead(const engine *e, int64_t now)
     return most < AHEAD_MAX ? (int64_t)most : AHEAD_MAX;
 }
 
-/* Somebody wants more, and all that may be STARTed is under way: four times as much, once for each round trip. */
+/* Somebody wants more, and all that may be STARTed is under way: eight times as much, once for each round trip. */
 static void starved(engine *e)
 {
     if (e->start_reported < e->hungry_since) return;
@@ -324,7 +324,7 @@ static void starved(engine *e)
         if (ready) return;
     }
     e->hungry_since = e->seq + 1;
-    e->hunger = e->hunger ? 4 * e->hunger : 4 * (uint64_t)e->config.start_ahead;
+    e->hunger = 8 * (e->hunger ? e->hunger : (uint64_t)e->config.start_ahead);
     if (e->hunger > AHEAD_MAX) e->hunger = AHEAD_MAX;
 }
 
