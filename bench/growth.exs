@@ -174,6 +174,8 @@ defmodule Bench.Growth do
           marker_topic: group <> "-m",
           create_topics: true,
           lease: 3_000,
+          # the end of a backlog may wait for it, see NOTES.md
+          fetch_config: [max_wait_time: 100],
           tracker: :external
         ],
         :producer
