@@ -174,7 +174,7 @@ admin_offset_for_time(_Ref, _Topic, _Partition, _Ms, _TimeoutMs) -> erlang:nif_e
 admin_delete_records(_Ref, _Topic, _Partition, _Before, _TimeoutMs) -> erlang:nif_error(not_loaded).
 -spec admin_commit(ref(), binary(), integer(), integer(), integer()) -> ok | failure().
 admin_commit(_Ref, _Topic, _Partition, _Offset, _TimeoutMs) -> erlang:nif_error(not_loaded).
--spec admin_read(ref(), binary(), integer(), non_neg_integer(), 1..1000, integer()) -> {ok, [tuple()]} | failure().
+-spec admin_read(ref(), binary(), integer(), non_neg_integer(), 1..20000, integer()) -> {ok, [tuple()]} | failure().
 admin_read(_Ref, _Topic, _Partition, _From, _N, _TimeoutMs) -> erlang:nif_error(not_loaded).
 -spec admin_set_token(ref(), binary(), integer(), binary(), props()) -> ok | failure().
 admin_set_token(_Ref, _Token, _ExpiresMs, _Principal, _Extensions) -> erlang:nif_error(not_loaded).

@@ -362,7 +362,7 @@ KMQ_NIF(nif_admin_commit)
     return result ? result : enif_make_badarg(env);
 }
 
-enum { READ_MOST = 1000 };
+enum { READ_MOST = 20000 };
 
 typedef struct reading {
     store store;
@@ -396,13 +396,15 @@ static int reader_open(admin *a, kafka_error *err)
 static ERL_NIF_TERM read_records(ErlNifEnv *env, admin *a, const char *topic, int partition, int64_t from, size_t n,
                                  int timeout)
 {
-    int64_t offsets[READ_MOST];
+    int64_t *offsets = enif_alloc(n * sizeof *offsets);
     kafka_error err = {0};
-    reading r = {.no_memory = false};
+    reading r = {.no_memory = offsets == NULL};
     store_init(&r.store);
+    if (!offsets) n = 0;
     for (size_t i = 0; i < n; i++) offsets[i] = from + (int64_t)i;
     int rc = reader_open(a, &err);
     if (!rc) rc = kafka_reader_read(a->reader, topic, partition, offsets, n, timeout, keep_record, &r, &err);
+    enif_free(offsets);
     ERL_NIF_TERM list = enif_make_list(env, 0);
     size_t bytes = 0;
     while (!rc && r.store.count) list = enif_make_list_cell(env, store_take(&r.store, env, &bytes), list);
@@ -416,7 +418,7 @@ static ERL_NIF_TERM read_records(ErlNifEnv *env, admin *a, const char *topic, in
 }
 
 /* admin_read(Ref, Topic, Partition, From, N, TimeoutMs) -> {ok, [Message]}: what there is of the offsets From .. From + N - 1, as
- * consumer_take gives messages; N at most 1000. */
+ * consumer_take gives messages; N at most 20,000. */
 KMQ_NIF(nif_admin_read)
 {
     (void)argc;

@@ -272,6 +272,16 @@ static void pause_part(tracker *t, tracker_part *part)
     txn->retry_ms = t->now_ms + txn->pause_ms;
 }
 
+/* A right that is missing is named, as it is to be granted. */
+static void open_alarm(tracker *t, tracker_part *part, const kafka_error *error)
+{
+    bool denied = strcmp(error->name, "TRANSACTIONAL_ID_AUTHORIZATION_FAILED") == 0;
+    tracker_alarm(t, &part->alarm_ms, "transaction", part->queue->markers, part->partition,
+                  "no transactional producer, nothing is redelivered: %s%s%s%s", error->text,
+                  denied ? ": grant WRITE and DESCRIBE on transactional ids with the prefix " : "",
+                  denied ? t->config.tracker_group : "", denied ? "/" : "");
+}
+
 static void open_done(helper_job *helper, void *owner)
 {
     txn_job *job = (txn_job *)(void *)helper;
@@ -283,9 +293,7 @@ static void open_done(helper_job *helper, void *owner)
         lane->used_ms = t->now_ms;
     } else {
         pause_part(t, part);
-        if (!part->gone)
-            tracker_alarm(t, &part->alarm_ms, "transaction", part->queue->markers, part->partition,
-                          "no transactional producer, nothing is redelivered: %s", job->error.text);
+        if (!part->gone) open_alarm(t, part, &job->error);
         lane_free(lane);
     }
     job_free(job);

@@ -10,7 +10,7 @@ defmodule Kmq.Inspect do
   alias Kmq.{Config, Error, Security, Tracker}
 
   @timeout_ms 15_000
-  @chunk 1_000
+  @chunk 10_000
   # So many markers, and it is said how far it is.
   @told 50_000
 

@@ -109,6 +109,10 @@ defmodule Kmq.Publisher do
 
   Messages of one partition are written in the order given. Where some fail, there is a result for each message in its
   place: `{:error, [{:ok, place} | {:error, error}, ...]}`. `:timeout` is the wait for room in the local queue.
+
+  A topic's `max.message.bytes` is for what is sent to a partition at once: where one message is too large, or all of them are together, they are
+  refused together. Then each is sent once more, one at a time and behind those that were written: what is too large by itself has
+  the error (`:msg_size_too_large`), the others are published. `publish_many_async/3` does not, and reports all of them.
   """
   @spec publish_many(GenServer.server(), [message], keyword) ::
           {:ok, [place]} | {:error, Error.t()} | {:error, [{:ok, place} | {:error, Error.t()}]}
@@ -122,7 +126,7 @@ defmodule Kmq.Publisher do
            :ok <- delays_fit(pid, info, messages) do
         start = System.monotonic_time()
         timeout = options[:timeout] || message_timeout(messages) || info.delivery_timeout
-        results = send_all(pid, info, groups, timeout)
+        results = alone(pid, info, groups, send_all(pid, info, groups, timeout), timeout)
         report_sync(groups, results, System.monotonic_time() - start)
         answer(in_order(groups, results))
       end
@@ -422,6 +426,40 @@ defmodule Kmq.Publisher do
     Process.demonitor(monitor, [:flush])
     results
   end
+
+  # Refused with others: who knows which one it was.
+  defp alone(_pid, _info, [{_topic, _indexes, [_one]}], results, _timeout), do: results
+
+  defp alone(pid, info, groups, results, timeout) do
+    for {{topic, _indexes, entries}, results} <- Enum.zip(groups, results) do
+      if Enum.any?(results, &too_large?/1),
+        do: one_by_one(pid, info, topic, Enum.zip(entries, results), timeout),
+        else: results
+    end
+  end
+
+  # When something else stands in the way, it does so for the rest as well: waiting for each of them would have no end.
+  defp one_by_one(pid, info, topic, pairs, timeout) do
+    {results, _stopped} =
+      Enum.map_reduce(pairs, nil, fn {entry, result}, stopped ->
+        cond do
+          not too_large?(result) -> {result, stopped}
+          stopped -> {stopped, stopped}
+          true -> send_one(pid, info, topic, entry, timeout)
+        end
+      end)
+
+    results
+  end
+
+  defp send_one(pid, info, topic, entry, timeout) do
+    [[result]] = send_all(pid, info, [{topic, nil, [entry]}], timeout)
+    other? = match?({:error, _}, result) and not too_large?(result)
+    {result, if(other?, do: result)}
+  end
+
+  defp too_large?({:error, %Error{reason: :msg_size_too_large}}), do: true
+  defp too_large?(_result), do: false
 
   defp send_group(_ref, _monitor, _topic, [], _deadline), do: []
 

@@ -280,6 +280,52 @@ defmodule Kmq.Integration.SecurityTest do
     assert error.message =~ "guides/security.md"
   end
 
+  test "without the right on its transactional ids a tracker says which, copies nothing otherwise, and goes on when it has it",
+       context do
+    topic = queue(context.cluster, 1, "ids")
+    group = unique("g")
+    {:ok, _} = Topics.create(hosts: context.cluster.hosts, topics: [topic], group_id: group)
+    tracker_group = Kmq.Tracker.tracker_group(group)
+
+    grant(context, "tracker", [
+      {:topic, topic, [:read, :write]},
+      {:topic, Topics.marker_topic(topic, group), [:read, :write]},
+      {:topic, Topics.dead_letter_topic(topic), [:write]},
+      {:group, group, [:describe]},
+      {:group, tracker_group, [:read]}
+    ])
+
+    Scene.listen()
+
+    start_supervised!(
+      {Kmq.Tracker,
+       hosts: context.sasl,
+       client_config: client(context, "tracker"),
+       topics: [topic],
+       group_id: group,
+       redelivery: :transactional}
+    )
+
+    consumer = consumer(options(context.cluster, topic, group_id: group, tracker: :external))
+    publish(context.cluster, topic, ["one"])
+    [message] = pull(consumer, 1, 30_000)
+    assert Kmq.retry(message, delay: 0, sync: true) == :ok
+
+    assert_receive {[:kmq, :error], _, %{alarm: :transaction, error: %{message: text}}},
+                   scaled(30_000)
+
+    assert text =~ "nothing is redelivered"
+
+    assert text =~
+             "grant WRITE and DESCRIBE on transactional ids with the prefix #{tracker_group}/"
+
+    assert [%{value: "one"}] = records(context.cluster, topic, 1)
+
+    grant(context, "tracker", [{:transactional_id, tracker_group <> "/*", [:write, :describe]}])
+    assert [%{value: "one", attempt: 2} = again] = pull(consumer, 1, 60_000)
+    assert Kmq.ack(again, sync: true) == :ok
+  end
+
   test "the rights for making topics, for growing them, and for dead letters", context do
     topic = queue(context.cluster, 1, "make")
     group = unique("g")

@@ -136,6 +136,20 @@ defmodule Kmq.Integration.TrackerTxnTest do
     end
   end
 
+  test "more partitions at work than there are producers: they take turns", %{cluster: cluster} do
+    n = 40
+    topic = queue(cluster, n)
+    options = options_of(cluster, topic, [])
+    publish(cluster, topic, for(p <- 0..(n - 1), i <- 0..4, do: {"#{p}/#{i}", partition: p}))
+    left_behind(cluster, [topic], options, n)
+    t = tracker(options)
+    mark(cluster, topic, options, for(p <- 0..(n - 1), i <- 0..4, do: Markers.start(p, i, 0)))
+    nothing_open(t, 60_000)
+    expected = for p <- 0..(n - 1), i <- 0..4, do: "#{p}/#{i}"
+    assert Enum.sort(seen(cluster, topic, n)) == Enum.sort(expected)
+    assert alarms() == []
+  end
+
   describe "killed in the middle:" do
     for {point, left_open} <- [
           {"txn_begin", false},
