@@ -17,8 +17,17 @@ defmodule Kmq.Lanes do
   # demand of everything every lane is empty, whatever was counted.
   #
   # Atomics, because `done` is written by processors and batchers: 3 x n counters, [sent | done | waiting]. `waiting` is set by a
-  # producer that found no room, and tells the next one that raises `done` to wake it; only where there are batchers, since a
-  # processor without them asks again after each ack.
+  # producer that found no room, and tells the next one that raises `done` to wake it; only where there are batchers.
+  #
+  # Why a producer that goes away hungry is called again. A processor asks for `portion` = max - min more each time that it has worked
+  # on so many, not after each message.
+  #
+  #   without batchers   `done` is raised before the processor asks. A lane is full when max messages are behind its `done`: working them
+  #                      off, it asks at least once, and at that time there is room.
+  #   with batchers      it asks first, and `done` is raised when the batcher has its messages, after the last ask maybe. So each lane
+  #                      that is full when the producer goes away has `waiting` set: whether it was before the hand-out (rooms/2),
+  #                      or the hand-out has used up the room that it was given (hungry/3). Set, then looked at again: what was made
+  #                      since the room was counted is seen by the one or said by the other. Whoever clears the mark sends `room`, and `room` is a take.
 
   @enforce_keys [:mode, :n, :max, :ref]
   defstruct [:mode, :n, :max, :ref, :wake]
@@ -63,6 +72,24 @@ defmodule Kmq.Lanes do
     rooms(lanes, least, ix - 1, [max(room, least) | acc])
   end
 
+  @doc "The caller wants more than it got within these rooms, of which it used so much: whoever makes more of a room that is used up says so."
+  @spec hungry(t, [integer], %{(lane :: non_neg_integer) => pos_integer}) :: :ok
+  def hungry(%{wake: nil}, _rooms, _used), do: :ok
+
+  def hungry(%{ref: ref, n: n, wake: wake} = lanes, rooms, used) do
+    for {given, lane} <- Enum.with_index(rooms), given <= Map.get(used, lane, 0) do
+      :atomics.put(ref, 2 * n + lane + 1, 1)
+      if room(lanes, lane + 1) > 0, do: say_room(ref, 2 * n + lane + 1, wake)
+    end
+
+    :ok
+  end
+
+  defp say_room(ref, waiting, wake) do
+    if :atomics.get(ref, waiting) == 1 && :atomics.exchange(ref, waiting, 0) == 1,
+      do: send(wake, {:kmq, :room})
+  end
+
   defp room(%{ref: ref, n: n, max: max}, ix),
     do: max - (:atomics.get(ref, ix) - :atomics.get(ref, n + ix))
 
@@ -79,10 +106,7 @@ defmodule Kmq.Lanes do
   def left({_attempt, {ref, n, wake}, lane, seq}) do
     raise_to(ref, n + lane + 1, seq)
 
-    if wake && :atomics.get(ref, 2 * n + lane + 1) == 1 &&
-         :atomics.exchange(ref, 2 * n + lane + 1, 0) == 1,
-       do: send(wake, {:kmq, :room})
-
+    wake && say_room(ref, 2 * n + lane + 1, wake)
     :ok
   end
 

@@ -55,6 +55,43 @@ defmodule Kmq.LanesTest do
     assert Lanes.rooms(lanes, 0) == [1, 1]
   end
 
+  test "with batchers: room that the hand-out itself has used up is said, too, and seen when it was made meanwhile" do
+    lanes = Lanes.new(:partition, 2, 2, self())
+    Lanes.send_out(lanes, 0, 1)
+    assert [1, 2] = rooms = Lanes.rooms(lanes, 0)
+    Lanes.send_out(lanes, 0, 1)
+    Lanes.hungry(lanes, rooms, %{0 => 1})
+    refute_received {:kmq, :room}
+    Lanes.left(mark(lanes, 0, 1))
+    assert_received {:kmq, :room}
+
+    # Between the look and the end of the hand-out.
+    assert [1, 2] = rooms = Lanes.rooms(lanes, 0)
+    Lanes.send_out(lanes, 0, 1)
+    Lanes.left(mark(lanes, 0, 3))
+    refute_received {:kmq, :room}
+    Lanes.hungry(lanes, rooms, %{0 => 1})
+    assert_received {:kmq, :room}
+
+    # What is not used up is nobody's concern.
+    assert [2, 2] = rooms = Lanes.rooms(lanes, 0)
+    Lanes.hungry(lanes, rooms, %{0 => 1})
+    Lanes.left(mark(lanes, 0, 4))
+    refute_received {:kmq, :room}
+  end
+
+  test "whoever makes room and whoever misses it cannot pass each other by" do
+    for _ <- 1..2_000 do
+      lanes = Lanes.new(:key, 1, 1, self())
+      rooms = Lanes.rooms(lanes, 0)
+      Lanes.send_out(lanes, 0, 1)
+      left = Task.async(fn -> Lanes.left(mark(lanes, 0, 1)) end)
+      Lanes.hungry(lanes, rooms, %{0 => 1})
+      Task.await(left)
+      assert_received {:kmq, :room}
+    end
+  end
+
   test "a producer gives nothing to processors that end together, and begins anew when the last is gone" do
     lanes = Lanes.new(:partition, 2, 1, nil)
     for lane <- 0..1, do: Lanes.send_out(lanes, lane, 1)

@@ -437,13 +437,9 @@ defmodule OffBroadway.Kmq.Producer do
       {batches, unknown} = Handle.take(state.handle, demand, {lanes.mode, rooms})
       ask_again(unknown, scope, state.handle)
       # Numbered from the first to the last, built from the last to the first.
-      {messages, left} =
-        batches
-        |> Enum.reverse()
-        |> Enum.map(&number(&1, lanes))
-        |> Enum.reverse()
-        |> batches(state, [], demand)
-
+      numbered = batches |> Enum.reverse() |> Enum.map(&number(&1, lanes)) |> Enum.reverse()
+      {messages, left} = batches(numbered, state, [], demand)
+      if left > 0, do: Lanes.hungry(lanes, rooms, used(numbered))
       taken(messages, left, state)
     else
       {:noreply, [], state}
@@ -466,6 +462,12 @@ defmodule OffBroadway.Kmq.Producer do
 
   defp number({slot, topic, partition, records, lane}, lanes),
     do: {slot, topic, partition, records, {lane, Lanes.send_out(lanes, lane, length(records))}}
+
+  defp used(batches) do
+    Enum.reduce(batches, %{}, fn {_slot, _topic, _partition, records, {lane, _seq}}, used ->
+      Map.update(used, lane, length(records), &(&1 + length(records)))
+    end)
+  end
 
   defp taken(messages, left, %{demand: demand} = state) do
     if left < demand do
