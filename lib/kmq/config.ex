@@ -554,7 +554,7 @@ defmodule Kmq.Config do
   end
 
   # The mock broker sleeps through new messages; where it lives in this VM nobody wants to wait a second for each.
-  defp default_max_wait(bootstrap), do: if(sandbox?(bootstrap), do: 20, else: 1_000)
+  defp default_max_wait(bootstrap), do: if(sandbox?(bootstrap), do: 20, else: 100)
 
   defp sandbox?(bootstrap) do
     is_pid(Process.whereis(Kmq.Registry)) and match?({:ok, _}, Kmq.Sandbox.find(bootstrap))

@@ -61,7 +61,7 @@ defmodule Kmq.Options do
       type: {:custom, Types, :integer_in, [1, 300_000]},
       type_doc: "`1..300_000`",
       doc:
-        "`fetch.wait.max.ms`: how long a broker with nothing new keeps the question. Default 1000; with a `Kmq.Sandbox` of " <>
+        "`fetch.wait.max.ms`: how long a broker with nothing new keeps the question; a partition whose local queue was full when it was asked waits as long. Default 100; with a `Kmq.Sandbox` of " <>
           "this VM 20, because that one is not woken by new messages."
     ]
   ]

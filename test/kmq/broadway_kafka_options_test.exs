@@ -157,7 +157,7 @@ defmodule Kmq.BroadwayKafkaOptionsTest do
      }},
     {{:fetch_config, :max_wait_time},
      %{
-       default: %{"fetch.wait.max.ms" => "1000"},
+       default: %{"fetch.wait.max.ms" => "100"},
        good: [{500, %{"fetch.wait.max.ms" => "500"}}],
        bad: [{0, "expected an integer from 1 to 300000, got: 0"}]
      }},

@@ -103,7 +103,7 @@ defmodule Kmq.ConfigTest do
             {"max.poll.interval.ms", "40000"},
             {"partition.assignment.strategy", "roundrobin"},
             {"auto.offset.reset", "error"},
-            {"fetch.wait.max.ms", "1000"},
+            {"fetch.wait.max.ms", "100"},
             {"fetch.min.bytes", "1"},
             {"fetch.message.max.bytes", "1048576"},
             {"socket.nagle.disable", "true"},
