@@ -22,6 +22,7 @@ enum {
     GAP_BYTES = 1 << 20, /* a gap that is larger, by the size of the records so far, is skipped by a seek ... */
     GAP_MIN = 100,       /* ... unless it is of a few offsets */
     RECORD_BYTES = 100,  /* what a record is taken for beside its key and value */
+    LOOK = 256,          /* messages from one look at the clock to the next */
     RETRY_PAUSE_MS = 20  /* between two tries of what the broker contradicts itself about */
 };
 
@@ -52,6 +53,7 @@ typedef struct reading {
     void *ctx;
     int64_t sought;
     int64_t n_records, n_bytes; /* that came so far */
+    unsigned n_taken;
 } reading;
 
 /* ------------------------------------------------------------------ open, destroy */
@@ -231,6 +233,16 @@ static int take(reading *r, rd_kafka_message_t *message, bool *again, kafka_erro
     }
 }
 
+/* What is there is taken without a look at the clock but for each LOOK-th: a reading goes over hundreds of thousands. NULL: time over. */
+static rd_kafka_message_t *next(reading *r)
+{
+    rd_kafka_message_t *message = NULL;
+    if (++r->n_taken % LOOK) message = rd_kafka_consume_queue(r->reader->queue, 0);
+    if (message) return message;
+    int left = left_ms(r);
+    return left == 0 ? NULL : rd_kafka_consume_queue(r->reader->queue, left);
+}
+
 /* Reads on from the next wanted offset until all are reported, or the fetcher must be started afresh (*again). */
 static int run(reading *r, bool *again, kafka_error *err)
 {
@@ -240,8 +252,7 @@ static int run(reading *r, bool *again, kafka_error *err)
     if (rd_kafka_consume_start_queue(r->rkt, r->partition, r->sought, r->reader->queue) != 0)
         return kafka_fail(err, r->reader->rk, rd_kafka_last_error(), rd_kafka_topic_name(r->rkt));
     while (r->i < r->n && !*again && result == KAFKA_OK) {
-        int left = left_ms(r);
-        rd_kafka_message_t *message = left == 0 ? NULL : rd_kafka_consume_queue(r->reader->queue, left);
+        rd_kafka_message_t *message = next(r);
         if (message == NULL) {
             result = kafka_fail(err, NULL, RD_KAFKA_RESP_ERR__TIMED_OUT, rd_kafka_topic_name(r->rkt));
         } else {
