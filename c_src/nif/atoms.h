@@ -7,7 +7,7 @@
 #define KMQ_ATOMS(X, X2) \
     X(ok) X(error) X(nil) X(kmq) X(ready) X(due) X(closed) X(stale) X(late) X(unknown) X(assign) \
     X(assigned) X(revoked) X(commit_failed) X(committed) X(log) X(stats) X(token) X(out_of_range) \
-    X(rebuild) X(start_failed) X(start_works) X(end_failed) X(timeout) X(flushed) X(published) X(space) X(range) \
+    X(rebuild) X(start_failed) X(start_works) X(end_failed) X(markers_anew) X(timeout) X(flushed) X(published) X(space) X(range) \
     X(format) X(lease_ms) X(max_processing_ms) X(start_ahead) X(max_in_flight) X(commit_interval_ms) \
     X(ack_flush_ms) X(revoke_wait_ms) X(count_header) X(group_id) X(topics) X(producer) X(instance) \
     X(idempotent) X(open) X(key) X(waiting) X(ends) X(in_flight) X(floor) X(topic) X(partition) X(offset) \

@@ -438,6 +438,8 @@ static void note_broken(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t
     }
     if (e->end_note.text[0]) add(env, events, atoms.end_failed, term_text(env, e->end_note.text));
     e->end_note.text[0] = 0;
+    if (e->anew[0]) add(env, events, atoms.markers_anew, term_text(env, e->anew));
+    e->anew[0] = 0;
     for (size_t i = 0; i < e->n_topics; i++) note_markers(e, e->topics[i], env, events, now);
 }
 

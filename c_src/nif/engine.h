@@ -109,7 +109,9 @@ struct part {
     bool lame;          /* no memory on the way: begins again at the first offset not handed out */
     int64_t position;   /* next offset expected from the queue */
     store store;
-    size_t unstarted; /* kept since its last START was written; at least MARKS_RUN when one must be written again */
+    int64_t marks_end; /* offset of its last durable marker */
+    bool restart;      /* its marker topic was made anew: what is held is STARTed there, not renewed */
+    size_t unstarted;  /* kept since its last START was written; at least MARKS_RUN when one must be written again */
     /* the gate of the first window, or (at most once) of the present one; -1: no commit asked for yet */
     bool gated;
     int64_t gate_offset;
@@ -197,6 +199,8 @@ struct engine {
     bool commit_in_flight;
     int64_t commit_due;   /* INT64_MAX: nothing changed */
     int64_t prompt_until; /* until then a commit is due at once */
+    bool restart_asked;   /* of some part, since the round of renewals began */
+    char anew[160];       /* whose marker topic was made anew, to be told */
     int64_t renew_due, flush_due, rebuild_asked;
 
     ErlNifTime slice; /* when the present call began */

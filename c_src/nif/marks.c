@@ -1,6 +1,7 @@
 /* marks - records to the marker topic: written, reported, written again until they are durable. */
 #include "engine.h"
 
+#include <stdio.h>
 #include <string.h>
 #include "atoms.h"
 #include "../kafka/failpoint.h"
@@ -491,8 +492,13 @@ static bool renew_part(engine *e, part *p, int64_t now)
         enif_mutex_lock(p->lock);
         int rc = kmq_ledger_held(&p->ledger, &cursor, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
         enif_mutex_unlock(p->lock);
-        if (rc || !n) return true;
-        if (!write_marks(e, p, KMQ_MARKER_EXTEND, e->ranges, n, e->config.lease_ms, 0, 0, NULL, 0, now)) {
+        if (rc || !n) {
+            if (!rc) p->restart = false;
+            return true;
+        }
+        uint8_t type = p->restart ? KMQ_MARKER_START : KMQ_MARKER_EXTEND;
+        int64_t lease = e->config.format == FORMAT_RANGE ? e->config.lease_ms : e->config.max_processing_ms;
+        if (!write_marks(e, p, type, e->ranges, n, lease, 0, 0, NULL, 0, now)) {
             e->renew_due = now + START_PAUSE_MS; /* soon again, long before the lease ends */
             return false;
         }
@@ -510,14 +516,15 @@ void marks_renew(engine *e, int64_t now)
         e->renew_round = now + e->config.lease_ms / 3;
         e->renew_slot = e->first_slot;
         e->renew_cursor = INT64_MIN;
+        e->restart_asked = false;
     }
     bool renews = e->config.format == FORMAT_RANGE && engine_marks(e);
-    for (; e->renew_slot < e->n_slots && renews; e->renew_slot++) {
+    for (; e->renew_slot < e->n_slots; e->renew_slot++) {
         part *p = e->slots[e->renew_slot];
-        if (p && !renew_part(e, p, now)) return;
+        if (p && (renews || p->restart) && !renew_part(e, p, now)) return;
         e->renew_cursor = INT64_MIN;
     }
-    e->renew_due = e->renew_round;
+    e->renew_due = e->restart_asked ? now : e->renew_round;
     e->renew_round = 0;
 }
 
@@ -581,6 +588,20 @@ static void note_time(part *p, int64_t timestamp_ms, int64_t now)
     p->log_at = now;
 }
 
+/* Offsets that go back: the marker topic is another one now (deleted and made again, or cut off by an unclean election). What was open
+ * in the old one is unknown to the new one, where a renewal opens nothing: all that is held is STARTed again. */
+static void note_place(engine *e, part *p, int64_t offset, int64_t now)
+{
+    if (offset < 0) return;
+    if (offset < p->marks_end) {
+        p->restart = e->restart_asked = true;
+        e->renew_due = now;
+        engine_notify_owner(e, 0);
+        snprintf(e->anew, sizeof e->anew, "%s-%d", p->topic->marker_name, (int)p->partition);
+    }
+    p->marks_end = offset;
+}
+
 void marks_reports(engine *e, int64_t now)
 {
     kafka_report reports[REPORTS];
@@ -600,6 +621,7 @@ void marks_reports(engine *e, int64_t now)
                 m->failed = true;
             } else {
                 note_time(m->part, reports[i].timestamp_ms, now);
+                note_place(e, m->part, reports[i].offset, now);
             }
             if (--m->left == 0) finish(e, m, now);
         }

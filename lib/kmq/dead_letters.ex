@@ -240,7 +240,10 @@ defmodule Kmq.DeadLetters do
   # ---- reading
 
   defp open(run, group) do
-    props = [{"group.id", group} | List.keydelete(run.props, "group.id", 0)]
+    # What a transaction wrote and gave up is nobody's dead letter.
+    props =
+      [{"group.id", group}, {"isolation.level", "read_committed"}] ++
+        Enum.reject(run.props, fn {name, _} -> name in ["group.id", "isolation.level"] end)
 
     case Security.admin_open(props, @read_ms) do
       {:ok, admin} -> {:ok, admin}

@@ -756,6 +756,20 @@ defmodule Kmq.Handle do
     state
   end
 
+  defp event({:markers_anew, what}, state) do
+    note(state, {:markers_anew, what}, fn ->
+      error =
+        Error.new(
+          :kafka,
+          "#{what}: the marker topic was made anew, or lost its end: what this consumer holds is written into it again. Messages that waited " <>
+            "there for another delivery, and were held by nobody, are lost"
+        )
+
+      Logger.error("kmq: #{name(state)}: #{error.message}")
+      telemetry([:error], %{count: 1}, state, %{error: error})
+    end)
+  end
+
   defp event({:end_failed, what}, state) do
     note(state, {:end_failed, what}, fn ->
       error =

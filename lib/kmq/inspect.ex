@@ -46,7 +46,10 @@ defmodule Kmq.Inspect do
   end
 
   defp with_admin(props, group, fun) do
-    props = [{"group.id", group} | List.keydelete(props, "group.id", 0)]
+    # What a transaction wrote and gave up is no marker.
+    props =
+      [{"group.id", group}, {"isolation.level", "read_committed"}] ++
+        Enum.reject(props, fn {name, _} -> name in ["group.id", "isolation.level"] end)
 
     case native(Security.admin_open(props, @timeout_ms)) do
       {:ok, admin} ->

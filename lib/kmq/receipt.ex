@@ -71,7 +71,7 @@ defmodule Kmq.Receipt do
 
   defp decode_backoff(text) do
     case String.split(text, " ") do
-      ["list", jitter | list] ->
+      ["list", jitter | [_ | _] = list] ->
         {:list, Enum.map(list, &String.to_integer/1), String.to_float(jitter)}
 
       [kind, min, max, third, jitter] when kind in ["exponential", "linear"] ->
@@ -159,7 +159,7 @@ defmodule Kmq.Receipt do
       :ack -> settled(receipt, 0)
       :discard -> settled(receipt, 1)
       :release -> again(receipt, :released, 0, nil)
-      {:snooze, ms} when is_integer(ms) and ms >= 0 -> again(receipt, :snoozed, ms, nil)
+      {:snooze, ms} when is_integer(ms) -> again(receipt, :snoozed, delay(ms, 1), nil)
       :retry -> again(receipt, :failed, Backoff.delay(receipt.backoff, receipt.attempt), nil)
       {:retry, delay} -> again(receipt, :failed, delay(delay, receipt.attempt), nil)
       :reject -> again(receipt, :rejected, 0, nil)
@@ -168,7 +168,13 @@ defmodule Kmq.Receipt do
     end
   end
 
-  defp delay(ms, _attempt) when is_integer(ms) and ms >= 0, do: ms
+  @most Kmq.Options.Types.max_delay_ms()
+
+  defp delay(ms, _attempt) when is_integer(ms) do
+    if ms in 0..@most,
+      do: ms,
+      else: raise(ArgumentError, "a delay is 0 to #{@most} ms (30 days), got: #{inspect(ms)}")
+  end
 
   defp delay(backoff, attempt) do
     case Backoff.parse(backoff) do

@@ -309,7 +309,8 @@ defmodule Kmq.Integration.TopicsTest do
           {[marker_topic: "orders"], ~r/:marker_topic.*"orders"/},
           {[group_id: String.duplicate("g", 240)], ~r/marker_topic/},
           {[group_id: "a group"], ~r/marker_topic/},
-          {[delivery: :offsets], ~r/:delivery.*not there yet/},
+          {[delivery: :exactly_once],
+           ~r/:delivery.*expected one of :markers, :offsets, :at_most_once/},
           {[redelivery: :exactly_once],
            ~r/:redelivery.*expected one of :idempotent, :transactional/},
           {[kafka_config: [consumer: ["group.id": "g"]]], ~r/group.id.*:group_id/}

@@ -156,7 +156,12 @@ defmodule Kmq.Integration.TrackerCheckpointTest do
 
     for {point, scene, tracker} <- started do
       if String.contains?(point, "kill"),
-        do: eventually(fn -> match?({:ok, %{restarts: 1}}, Tracker.info(tracker)) end, 20_000)
+        # One that starts again while the next scene's tracker is started takes its failpoint, too, and is killed once more.
+        do:
+          eventually(
+            fn -> match?({:ok, %{restarts: n}} when n >= 1, Tracker.info(tracker)) end,
+            20_000
+          )
 
       # The rest of the way to a commit with a reference, or past it.
       state = await(tracker, &(&1.open in [7_000, 7_020] and referred?(&1)))
