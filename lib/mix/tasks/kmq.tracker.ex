@@ -18,33 +18,65 @@ defmodule Mix.Tasks.Kmq.Tracker do
       kafka.sasl.password = env:KAFKA_PASSWORD
 
   The topics must be there: `Kmq.Topics`, or a pipeline with `create_topics: true`, makes them.
+
+    * `--config` - the file
+    * `--print` - where the program is
+
+  The exit code is the daemon's: 0 after an orderly end, 2 when it cannot start or go on (or for wrong arguments here), 3 without memory,
+  128 and the number of the signal that has killed it.
   """
   use Mix.Task
 
   @impl true
   def run(args) do
-    Mix.Task.run("compile")
+    case OptionParser.parse(args, strict: [config: :string, print: :boolean, help: :boolean]) do
+      {[help: true], [], []} ->
+        IO.puts(@moduledoc)
 
-    case OptionParser.parse(args, strict: [config: :string, print: :boolean]) do
-      {[config: file], [], []} -> daemon(file)
-      {[print: true], [], []} -> Mix.shell().info(to_string(:kmq_port.program('kmq_tracker')))
-      _other -> Mix.raise("usage: mix kmq.tracker --config FILE | --print")
+      {[config: file], [], []} ->
+        Mix.Task.run("compile")
+        daemon(file)
+
+      {[print: true], [], []} ->
+        Mix.Task.run("compile")
+        Mix.shell().info(program())
+
+      {_, _, [{option, _} | _]} ->
+        bad_usage("unknown or incomplete option #{option}")
+
+      _other ->
+        bad_usage("usage: mix kmq.tracker --config FILE | --print")
     end
   end
 
-  # Its stdin is this VM's: when the VM is killed, the daemon is not left behind.
+  defp bad_usage(text) do
+    IO.puts(:stderr, "#{text}\nsee --help")
+    exit({:shutdown, 2})
+  end
+
+  defp program, do: to_string(:kmq_port.program('kmq_tracker'))
+
+  # The shell's stdin is this VM's end of a pipe: when the VM is killed, the loop of `read` ends, and with it the daemon. It runs beside the
+  # wait, not before it, so that the end of the daemon is the end of the task; and without the stdout, the end of which the port waits for.
+  # A wait that a signal has cut short is no status yet.
+  @script ~S"""
+  exec 3<&0
+  "$0" --config "$1" </dev/null 3<&- & pid=$!
+  { while read -r _; do :; done; kill $pid; } <&3 >/dev/null 2>&1 & watch=$!
+  exec 3<&-
+  trap 'kill $pid 2>/dev/null' TERM INT HUP
+  wait $pid; status=$?
+  while kill -0 $pid 2>/dev/null; do wait $pid; status=$?; done
+  kill $watch 2>/dev/null
+  exit $status
+  """
   defp daemon(file) do
-    program = :kmq_port.program('kmq_tracker')
-
-    script =
-      ~S("$0" --config "$1" & pid=$!; trap 'kill $pid' TERM INT; cat >/dev/null; kill $pid 2>/dev/null; wait $pid)
-
     port =
       Port.open({:spawn_executable, System.find_executable("sh")}, [
         :binary,
         :exit_status,
         :stderr_to_stdout,
-        args: ["-c", script, to_string(program), file]
+        args: ["-c", @script, program(), file]
       ])
 
     case pass_on(port) do
