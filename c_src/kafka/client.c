@@ -61,6 +61,14 @@ static int set(rd_kafka_conf_t *conf, const kafka_property *props, size_t n, kaf
     return KAFKA_OK;
 }
 
+int kafka_property_check(const kafka_property *prop, kafka_error *err)
+{
+    rd_kafka_conf_t *conf = rd_kafka_conf_new();
+    int result = set(conf, prop, 1, err);
+    rd_kafka_conf_destroy(conf);
+    return result;
+}
+
 rd_kafka_t *kafka_client_new(rd_kafka_type_t type, const kafka_property *defaults, size_t n_defaults,
                              const kafka_property *props, size_t n_props, const kafka_property *forced, size_t n_forced,
                              int events, kafka_error *err)

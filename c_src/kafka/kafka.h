@@ -57,6 +57,8 @@ typedef struct kafka_property {
 } kafka_property;
 /* The value of a property in props (the last one wins), or NULL. */
 const char *kafka_property_get(const kafka_property *props, size_t n_props, const char *name);
+/* Whether librdkafka knows the property and takes its value; no client is made. A KAFKA_E*; the text never has the value. */
+int kafka_property_check(const kafka_property *prop, kafka_error *err);
 
 /* For OAUTHBEARER. Borrowed for the call. Without one nothing connects, and nothing fails: the EVENT_TOKEN that asks for it is not repeated,
  * so whoever answers it tries until it has one. */

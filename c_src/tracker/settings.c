@@ -91,6 +91,7 @@ typedef struct reading {
     tracker_settings *settings;
     size_t cap_props, cap_queues;
     uint32_t seen; /* keys that may come once */
+    kafka_error error;
 } reading;
 
 static bool prop_add(reading *r, const char *name, char *value)
@@ -143,7 +144,15 @@ static char **queue_field(tracker_config *config, const char *key)
                                                : NULL;
 }
 
-typedef enum outcome { GOOD, UNKNOWN, BAD, TWICE } outcome;
+typedef enum outcome { GOOD, UNKNOWN, BAD, TWICE, NO_TOPIC, NO_PROPERTY } outcome;
+
+#define TOPIC_RULE "a topic's name has 1 to 249 of the characters a-z A-Z 0-9 . _ - and is not . or .."
+
+static bool topic_name(const char *name)
+{
+    size_t n = strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-");
+    return n > 0 && n <= 249 && !name[n] && strcmp(name, ".") != 0 && strcmp(name, "..") != 0;
+}
 
 static outcome set_text(char **field, char **value)
 {
@@ -191,12 +200,16 @@ static outcome set(reading *r, const char *key, char **value)
     if (strncmp(key, "kafka.", 6) == 0 && key[6]) {
         for (size_t i = 0; i < config->n_props; i++)
             if (strcmp(config->props[i].name, key + 6) == 0) return TWICE;
+        /* found out by a client, it would be an alarm for ever; "?" would make it optional */
+        if (key[6] == '?') return UNKNOWN;
+        if (kafka_property_check(&(kafka_property){key + 6, *value}, &r->error) != KAFKA_OK) return NO_PROPERTY;
         if (!prop_add(r, key + 6, *value)) return BAD;
         *value = NULL;
         return GOOD;
     }
     if (strcmp(key, "queue") == 0) {
         if (queue_of(config, *value, strlen(*value))) return TWICE;
+        if (!topic_name(*value)) return NO_TOPIC;
         if (!queue_add(r, *value)) return BAD;
         *value = NULL;
         return GOOD;
@@ -212,6 +225,7 @@ static outcome set(reading *r, const char *key, char **value)
                   : strcmp(key, "token_file") == 0    ? &settings->token_file
                   : strncmp(key, "queue.", 6) == 0    ? queue_field(config, key)
                                                       : NULL;
+    if (text && strncmp(key, "queue.", 6) == 0 && !topic_name(*value)) return NO_TOPIC;
     return text ? set_text(text, value) : UNKNOWN;
 }
 
@@ -253,6 +267,64 @@ static const char *complete(tracker_config *config)
     return memory ? NULL : "memory";
 }
 
+/* Whether what is put into `from` can come into `to`: as a copy or a dead letter of a queue, and so on. */
+static bool reaches(const tracker_config *config, const char *from, const char *to)
+{
+    if (strcmp(from, to) == 0) return true;
+    bool found = false, grown = true, *seen = calloc(config->n_queues, sizeof *seen);
+    if (!seen) return false;
+    for (size_t i = 0; i < config->n_queues; i++) seen[i] = strcmp(config->queues[i].topic, from) == 0;
+    while (grown && !found) {
+        grown = false;
+        for (size_t i = 0; i < config->n_queues && !found; i++) {
+            const char *next[] = {config->queues[i].copies, config->queues[i].dead_letters};
+            for (size_t k = 0; seen[i] && k < 2; k++) {
+                found = found || strcmp(next[k], to) == 0;
+                for (size_t j = 0; j < config->n_queues; j++)
+                    if (!seen[j] && strcmp(config->queues[j].topic, next[k]) == 0) seen[j] = grown = true;
+            }
+        }
+    }
+    free(seen);
+    return found;
+}
+
+/* NULL, or what is wrong between the topics of one queue and those of another, or its own. */
+static const char *conflict(const tracker_queue_config *a, const tracker_queue_config *b, const char **field)
+{
+    *field = "markers";
+    if (strcmp(a->markers, b->topic) == 0) return "is a queue itself";
+    if (a != b && strcmp(a->markers, b->markers) == 0) return "two queues cannot share it";
+    *field = "dead_letters";
+    if (strcmp(a->dead_letters, b->markers) == 0) return "is a marker topic";
+    *field = "copies";
+    if (strcmp(a->copies, b->markers) == 0) return "is a marker topic";
+    /* a queue's own topic may be the dead letters of one before it: those have a reader of their own then */
+    if (strcmp(a->copies, a->topic) != 0 && strcmp(a->copies, b->dead_letters) == 0)
+        return "is a dead letter topic: what is to be tried again would end there";
+    return NULL;
+}
+
+static const char *topics(const char *path, const tracker_config *config)
+{
+    for (size_t i = 0; i < config->n_queues; i++) {
+        const tracker_queue_config *queue = &config->queues[i];
+        const char *field = NULL, *why_not = NULL;
+        if (!topic_name(queue->markers))
+            return wrong(path, 0, "queue.%s.markers is <queue>__<group>__markers, but " TOPIC_RULE "; name one",
+                         queue->topic);
+        if (!topic_name(queue->dead_letters))
+            return wrong(path, 0, "queue.%s.dead_letters is <queue>__undelivered, but " TOPIC_RULE "; name one",
+                         queue->topic);
+        if (reaches(config, queue->dead_letters, queue->topic))
+            return wrong(path, 0, "queue.%s.dead_letters: leads back to the queue, dead letters would come round again",
+                         queue->topic);
+        for (size_t j = 0; j < config->n_queues && !why_not; j++) why_not = conflict(queue, &config->queues[j], &field);
+        if (why_not) return wrong(path, 0, "queue.%s.%s: %s", queue->topic, field, why_not);
+    }
+    return NULL;
+}
+
 static const char *read_line(reading *r, const char *path, int line, char *text)
 {
     char *key = strip(text), *equals = strchr(key, '=');
@@ -269,6 +341,8 @@ static const char *read_line(reading *r, const char *path, int line, char *text)
     case UNKNOWN: return wrong(path, line, "unknown key %s", key);
     case BAD: return wrong(path, line, "%s: not a value it can have", key);
     case TWICE: return wrong(path, line, "%s comes twice", key);
+    case NO_TOPIC: return wrong(path, line, "%s: " TOPIC_RULE, key);
+    case NO_PROPERTY: return wrong(path, line, "kafka.%s", r->error.text);
     }
     return NULL;
 }
@@ -285,8 +359,8 @@ const char *tracker_settings_read(const char *path, tracker_settings *out)
     for (int line = 1; !error && fgets(text, sizeof text, file); line++) {
         if (!strchr(text, '\n') && !feof(file))
             error = wrong(path, line, "longer than %d bytes", LINE_BYTES - 2);
-        else
-            error = read_line(&r, path, line, text);
+        else /* an editor may have put a byte order mark before the first one */
+            error = read_line(&r, path, line, text + (line == 1 && strncmp(text, "\xef\xbb\xbf", 3) == 0 ? 3 : 0));
     }
     if (!error && ferror(file)) error = wrong(path, 0, "cannot be read");
     fclose(file);
@@ -300,6 +374,7 @@ const char *tracker_settings_read(const char *path, tracker_settings *out)
                 "OAUTHBEARER needs token_file = FILE (the token in its first line, read again every 30 s), or (where "
                 "librdkafka has it) kafka.sasl.oauthbearer.method = oidc");
     }
+    if (!error) error = topics(path, &out->config);
     if (!error && out->metrics_port > 65535) error = wrong(path, 0, "metrics_port: not a port");
     if (!error && out->metrics_port && !tracker_http_built())
         error =

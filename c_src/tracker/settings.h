@@ -10,8 +10,9 @@
  *
  *      token_file = /run/secrets/token              for sasl.mechanism OAUTHBEARER: read when needed, again every 30 s
  *
- * So secrets are never in argv, and need not be in this file. An unknown key, a key that comes twice and a value that does not fit are
- * refused with the number of the line.
+ * So secrets are never in argv, and need not be in this file. An unknown key or property, a key that comes twice and a value that does
+ * not fit are refused with the number of the line; so are, with the key, topics that get in each other's way: dead letters that lead
+ * back to their queue, markers that are a queue, and such. A byte order mark at the beginning is skipped.
  *
  * Thread rule: pure but for the files and the environment it reads. */
 #ifndef TRACKER_SETTINGS_H

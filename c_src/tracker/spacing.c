@@ -6,12 +6,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* As Kmq.Backoff has them. */
+enum { LARGEST_FACTOR = 1000 };
+static const int64_t LONGEST_MS = 366LL * 24 * 60 * 60 * 1000;
+
 static bool take_ms(const char **at, int64_t *out)
 {
     char *end;
     errno = 0;
     long long number = strtoll(*at, &end, 10);
-    if (end == *at || errno || number < 0) return false;
+    if (end == *at || errno || number < 0 || number > LONGEST_MS) return false;
     *at = end;
     *out = number;
     return true;
@@ -35,12 +39,18 @@ static bool ended(const char *at)
 
 static bool take_list(const char *at, tracker_spacing *spacing)
 {
-    if (!take_real(&at, &spacing->backoff.jitter)) return false;
+    if (!take_real(&at, &spacing->backoff.jitter) || spacing->backoff.jitter > 1) return false;
     while (!ended(at)) {
         if (spacing->backoff.n_list == TRACKER_SPACING_LIST) return false;
         if (!take_ms(&at, &spacing->list_ms[spacing->backoff.n_list++])) return false;
     }
     return spacing->backoff.n_list > 0;
+}
+
+static bool sound(const kmq_backoff *backoff)
+{
+    return backoff->min_ms <= backoff->max_ms && backoff->jitter <= 1 &&
+           (backoff->kind != KMQ_BACKOFF_EXPONENTIAL || (backoff->factor >= 1 && backoff->factor <= LARGEST_FACTOR));
 }
 
 bool tracker_spacing_parse(const char *text, tracker_spacing *out)
@@ -55,7 +65,8 @@ bool tracker_spacing_parse(const char *text, tracker_spacing *out)
     } else if ((word == 11 && memcmp(text, "exponential", 11) == 0) || (word == 6 && memcmp(text, "linear", 6) == 0)) {
         spacing.backoff.kind = word == 6 ? KMQ_BACKOFF_LINEAR : KMQ_BACKOFF_EXPONENTIAL;
         ok = take_ms(&at, &spacing.backoff.min_ms) && take_ms(&at, &spacing.backoff.max_ms) &&
-             take_real(&at, &spacing.backoff.factor) && take_real(&at, &spacing.backoff.jitter) && ended(at);
+             take_real(&at, &spacing.backoff.factor) && take_real(&at, &spacing.backoff.jitter) && ended(at) &&
+             sound(&spacing.backoff);
     }
     if (ok) *out = spacing;
     return ok;

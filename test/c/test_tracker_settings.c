@@ -137,6 +137,29 @@ static void refused(void **state)
         {BASE "kafka.sasl.password = file:/nowhere/at all\n", "cannot be read"},
         {BASE "kafka.sasl.mechanism = OAUTHBEARER\n", "OAUTHBEARER needs token_file"},
         {BASE "token_file = a\ntoken_file = b\n", ":5: token_file comes twice"},
+        {BASE "queue = ..\n", ":4: queue: a topic's name"},
+        {BASE "queue = a b\n", ":4: queue: a topic's name"},
+        {BASE "queue.q.copies = a/b\n", ":4: queue.q.copies: a topic's name"},
+        {"group=a b\nqueue=q\nkafka.bootstrap.servers=h:1\n", "queue.q.markers is <queue>__<group>__markers, but"},
+        {BASE "queue.q.dead_letters = q\n", "queue.q.dead_letters: leads back"},
+        {BASE "queue = r\nqueue.q.dead_letters = r\nqueue.r.dead_letters = q\n", "queue.q.dead_letters: leads back"},
+        {BASE "queue = r\nqueue.q.copies = r\nqueue.r.dead_letters = q\n", "queue.r.dead_letters: leads back"},
+        {BASE "queue.q.dead_letters = q__g__markers\n", "queue.q.dead_letters: is a marker topic"},
+        {BASE "queue = r\nqueue.q.dead_letters = m\nqueue.r.markers = m\n", "queue.q.dead_letters: is a marker topic"},
+        {BASE "queue.q.copies = q__g__markers\n", "queue.q.copies: is a marker topic"},
+        {BASE "queue.q.copies = q__undelivered\n", "queue.q.copies: is a dead letter topic"},
+        {BASE "queue = r\nqueue.q.copies = r__undelivered\n", "queue.q.copies: is a dead letter topic"},
+        {BASE "queue.q.markers = q\n", "queue.q.markers: is a queue"},
+        {BASE "queue = r\nqueue.q.markers = r\n", "queue.q.markers: is a queue"},
+        {BASE "queue = r\nqueue.q.markers = m\nqueue.r.markers = m\n", "queue.q.markers: two queues cannot share it"},
+        {BASE "backoff = exponential 2000 1000 2 0.2\n", ":4: backoff: not a value"},
+        {BASE "backoff = linear 2000 1000 2 0.2\n", ":4: backoff: not a value"},
+        {BASE "backoff = exponential 1000 2000 0.5 0.2\n", ":4: backoff: not a value"},
+        {BASE "backoff = exponential 1000 2000 2 1.5\n", ":4: backoff: not a value"},
+        {BASE "backoff = list 1.5 1000\n", ":4: backoff: not a value"},
+        {BASE "kafka.no.such.thing = 1\n", ":4: kafka.no.such.thing: unknown property"},
+        {BASE "kafka.?no.such.thing = 1\n", ":4: unknown key kafka.?no.such.thing"},
+        {BASE "kafka.socket.timeout.ms = soon\n", ":4: kafka.socket.timeout.ms: value refused"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         tracker_settings s;
@@ -150,6 +173,27 @@ static void refused(void **state)
     assert_null(strstr(read_text(BASE "trim_markers = pa55word\n", &s), "pa55word"));
 }
 
+/* What looks like the refused ones and is none of them. */
+static void taken(void **state)
+{
+    (void)state;
+    static const char *const texts[] = {"\xef\xbb\xbf" BASE, "\xef\xbb\xbf# a comment\n" BASE,
+                                        /* dead letters that are a queue with dead letters of its own */
+                                        BASE "queue = q__undelivered\nqueue.q__undelivered.dead_letters = grave\n",
+                                        /* copies in a topic of their own, with one place for what fails in either */
+                                        BASE "queue = r\nqueue.q.copies = r\nqueue.r.dead_letters = q__undelivered\n",
+                                        BASE "backoff = exponential 1000 1000 1 1\nkafka.socket.timeout.ms = 5000\n"};
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
+        tracker_settings s;
+        const char *why = read_text(texts[i], &s);
+        if (why) fail_msg("%s: %s", texts[i], why);
+        tracker_settings_free(&s);
+    }
+    /* one is enough */
+    tracker_settings s;
+    assert_non_null(read_text("\xef\xbb\xbf\xef\xbb\xbf" BASE, &s));
+}
+
 static void tokens(void **state)
 {
     (void)state;
@@ -157,8 +201,11 @@ static void tokens(void **state)
     assert_null(read_text(BASE "kafka.sasl.mechanisms = OAUTHBEARER\ntoken_file = /run/token\n", &s));
     assert_string_equal(s.token_file, "/run/token");
     tracker_settings_free(&s);
-    assert_null(read_text(BASE "kafka.sasl.mechanism = OAUTHBEARER\nkafka.sasl.oauthbearer.method = oidc\n", &s));
-    tracker_settings_free(&s);
+    const char *why = read_text(BASE "kafka.sasl.mechanism = OAUTHBEARER\nkafka.sasl.oauthbearer.method = oidc\n", &s);
+    if (!why)
+        tracker_settings_free(&s);
+    else /* a librdkafka that was built without it */
+        assert_non_null(strstr(why, ":5: kafka.sasl.oauthbearer.method: value refused"));
 
     static const struct {
         const char *text, *wrong;
@@ -307,7 +354,7 @@ int main(void)
     ei_init();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(defaults), cmocka_unit_test(everything), cmocka_unit_test(refused),
-        cmocka_unit_test(tokens),   cmocka_unit_test(says),
+        cmocka_unit_test(taken),    cmocka_unit_test(tokens),     cmocka_unit_test(says),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
 }
