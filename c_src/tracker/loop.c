@@ -221,6 +221,7 @@ static void parts_clear(tracker *t)
         t->parts = part->next;
         part->gone = true;
         part->records = NULL;
+        tracker_past_keep(t, part);
         tracker_checkpoint_drop(part);
         tracker_txn_part_drop(t, part);
         tracker_part_put(part);

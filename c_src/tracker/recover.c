@@ -8,7 +8,7 @@
  *      nothing at all                                       --> replay all that is there
  *
  * What retention has taken is told with its range (`marker_gap`), never skipped in silence; a newest whole checkpoint has everything
- * that was open, so it leaves no gap. A commit that refers to something of a newer version stops the partition.
+ * that was open, so it leaves no gap. A topic that was made anew is told with what was open in the one before (past.c). A commit that refers to something of a newer version stops the partition.
  *
  * Asking, searching and loading are done by a helper thread, into a book of its own that the loop takes over whole. It gives up
  * when the assignment is over, and is given again after a pause when Kafka does not answer. */
@@ -35,7 +35,7 @@ typedef struct recover_place {
     /* what came out */
     bool adopt; /* the commit is good: later ones must be above it */
     bool newer;
-    int64_t start, gap_from;
+    int64_t start, gap_from, forgotten; /* what was open in a topic that is gone */
     gap_reason gap;
     tracker_reference loaded; /* as_of -1: none */
     int64_t loaded_ts_ms;
@@ -253,17 +253,29 @@ static const char *gap_name(gap_reason reason)
 static void tell_gap(tracker *t, const recover_place *place)
 {
     if (place->gap == GAP_NONE) return;
-    tracker_part_event(t, "marker_gap", place->part, 3);
+    tracker_part_event(t, "marker_gap", place->part, 4);
     tracker_pair_int(&t->scratch, "from", place->gap_from);
     tracker_pair_int(&t->scratch, "to", place->start);
+    tracker_pair_int(&t->scratch, "open", place->forgotten);
     tracker_pair_atom(&t->scratch, "reason", gap_name(place->gap));
     tracker_event_send(t);
+}
+
+/* Without a commit a topic that was made anew looks like a new one; not to those who have read the one before. */
+static void remember(tracker *t, recover_place *place)
+{
+    int64_t position, open;
+    if (!tracker_past_take(t, place->part, place->committed, place->high, &position, &open)) return;
+    place->gap = GAP_RECREATED;
+    place->gap_from = position;
+    place->forgotten = open;
 }
 
 /* The part takes over what was found. */
 static void settle(tracker *t, recover_place *place)
 {
     tracker_part *part = place->part;
+    remember(t, place);
     tell_gap(t, place);
     if (place->adopt) part->committed = place->committed;
     part->trimmed = place->low;
@@ -397,6 +409,7 @@ void tracker_part_lost(tracker *t, tracker_part *part)
     fresh->next = part->next;
     *from = fresh;
     part->next = NULL;
+    tracker_past_keep(t, part);
     part->gone = true; /* what is under way for the old book no longer touches it */
     part->hot = false;
     tracker_checkpoint_drop(part);

@@ -69,6 +69,7 @@ enum {
 typedef struct tracker tracker;
 typedef struct tracker_part tracker_part;
 typedef struct tracker_item tracker_item;
+typedef struct tracker_past tracker_past;
 typedef struct tracker_checkpoint tracker_checkpoint;
 typedef struct tracker_lane tracker_lane;
 
@@ -302,6 +303,7 @@ struct tracker {
     int n_commits;
     int64_t commit_ms, tick_ms, sums_ms, check_ms;
     int64_t recover_retry_ms;
+    tracker_past *pasts;         /* of partitions that were given up */
     helper_job *recover_waiting; /* failed: tried again at recover_retry_ms */
     bool checking;
 
@@ -459,6 +461,12 @@ void tracker_refused(tracker *t, tracker_item *item,
 void tracker_taken(tracker_item *item); /* by its topic */
 void tracker_blocked_step(tracker *t, tracker_target *target);
 int64_t tracker_blocked_at(const tracker_target *target); /* when it wants to be called; INT64_MAX = never */
+
+/* past.c: a marker topic that was made anew under its name */
+void tracker_past_keep(tracker *t, const tracker_part *part); /* it is given up, or its position is lost */
+/* The partition begins again, with this commit and end. True: it is another one than before, when this was read and so much open. */
+bool tracker_past_take(tracker *t, const tracker_part *part, int64_t committed, int64_t high, int64_t *position,
+                       int64_t *open);
 
 /* redeliver.c */
 void tracker_item_wait(tracker *t, tracker_item *item, tracker_waits *waits,

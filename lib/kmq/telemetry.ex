@@ -42,7 +42,7 @@ defmodule Kmq.Telemetry do
   | `[:kmq, :tracker, :work]` | `in_flight`, `waiting`, `restarts` | `group` | messages being copied, messages whose copy cannot be written just now, how often the program was started again; each second |
   | `[:kmq, :tracker, :late_acks]` | `count` | `group, topic, partition` | acknowledged by somebody after they had been redelivered: these are handled twice |
   | `[:kmq, :tracker, :checkpoint]` | `open`, `parts`, `bytes` | `group, topic, partition` | what is open was written to the end of the marker topic, so that a restart need not read further back |
-  | `[:kmq, :offset_reset]` | `from`, `to` | `group, topic, partition`, `reason` (`:marker_gap`), `cause` (`:retention, :no_commit, :no_checkpoint, :recreated`) | markers were deleted unread |
+  | `[:kmq, :offset_reset]` | `from`, `to`, `open` | `group, topic, partition`, `reason` (`:marker_gap`), `cause` (`:retention, :no_commit, :no_checkpoint, :recreated`) | markers were deleted unread; `open`: of a topic that was made anew, what this tracker knew to be open in the one before |
   | `[:kmq, :tracker, :start]` | `system_time` | `group` | a tracker program was started |
   | `[:kmq, :tracker, :stop]` | `system_time` | `group, reason` | it ended; it is started again unless its last user is gone |
 

@@ -644,12 +644,12 @@ defmodule Kmq.Tracker do
   defp event(:marker_gap, info, state) do
     lost =
       if info.reason == :recreated,
-        do: "the commit, #{info.from}, is beyond the end",
+        do: "read or committed up to #{info.from} before, #{info.open} messages were open",
         else: "markers #{info.from}..#{info.to - 1} were deleted before they were read"
 
     Telemetry.execute(
       [:kmq, :offset_reset],
-      %{from: info.from, to: info.to},
+      %{from: info.from, to: info.to, open: info.open},
       place(info, state) |> Map.put(:reason, :marker_gap) |> Map.put(:cause, info.reason)
     )
 
