@@ -3,7 +3,19 @@ defmodule Kmq.Integration.MarkersAnewTest do
   use Kmq.Test.ClusterCase, on: :kafka
 
   import ExUnit.CaptureLog
-  alias Kmq.Consumer
+  alias Kmq.{Consumer, Tracker}
+  alias Kmq.Test.Scene
+
+  defp create(cluster, markers) do
+    config = [{"message.timestamp.type", "LogAppendTime"}]
+
+    eventually(
+      fn ->
+        assert Kmq.Topics.create_topic(markers, 1, hosts: cluster.hosts, config: config) == :ok
+      end,
+      20_000
+    )
+  end
 
   test "what is in work when its marker topic is made anew comes again, and the rest is acknowledged",
        %{cluster: cluster} do
@@ -19,15 +31,7 @@ defmodule Kmq.Integration.MarkersAnewTest do
       capture_log(fn ->
         :ok = Kmq.Test.Kafka.delete_topic(cluster.hosts, markers)
 
-        eventually(
-          fn ->
-            assert Kmq.Topics.create_topic(markers, 1,
-                     hosts: cluster.hosts,
-                     config: [{"message.timestamp.type", "LogAppendTime"}]
-                   ) == :ok
-          end,
-          20_000
-        )
+        create(cluster, markers)
 
         # Nobody acknowledges them: they time out, and only a START in the new topic lets them come again.
         again = pull(consumer, 8, 60_000)
@@ -38,5 +42,51 @@ defmodule Kmq.Integration.MarkersAnewTest do
     assert log =~ "the marker topic was made anew"
     assert Consumer.pull(consumer, max: 10, wait: 500) == []
     assert Consumer.stop(consumer) == :ok
+  end
+
+  # Lost: a position beyond the end. Vanished: the group gives the partition back in between, and the new one has no commit.
+  for vanished <- [false, true] do
+    test "the tracker tells what it knew to be open in the one before (noticed in between: #{vanished})",
+         %{cluster: cluster} do
+      Scene.listen()
+      topic = queue(cluster, 1)
+      publish(cluster, topic, for(i <- 1..10, do: "m#{i}"))
+
+      options =
+        options(cluster, topic,
+          lease: 60_000,
+          max_processing_time: 600_000,
+          kafka_config: [common: ["topic.metadata.refresh.interval.ms": 500]]
+        )
+
+      markers = "#{topic}__#{options[:group_id]}__markers"
+      consumer = consumer(options ++ [tracker: :external])
+      alone = Keyword.drop(options, [:fetch_config, :group_config, :drain_timeout])
+      tracker = start_supervised!({Tracker, alone})
+      [done | held] = pull(consumer, 10)
+      assert Kmq.ack(done, sync: true) == :ok
+
+      eventually(
+        fn ->
+          match?({:ok, %{partitions: [%{open: 9, read: n}]}} when n > 3, Tracker.info(tracker))
+        end,
+        20_000
+      )
+
+      :ok = Kmq.Test.Kafka.delete_topic(cluster.hosts, markers)
+
+      if unquote(vanished),
+        do: eventually(fn -> match?({:ok, %{partitions: []}}, Tracker.info(tracker)) end, 30_000)
+
+      create(cluster, markers)
+
+      assert_receive {[:kmq, :offset_reset], %{from: from, to: 0, open: 9},
+                      %{partition: 0, reason: :marker_gap, cause: :recreated}},
+                     scaled(30_000)
+
+      assert from > 0
+      assert length(held) == 9
+      assert Consumer.stop(consumer) == :ok
+    end
   end
 end
