@@ -569,6 +569,8 @@ int64_t kafka_consumer_end(kafka_consumer *consumer, const char *topic, int32_t 
     return code == RD_KAFKA_RESP_ERR_NO_ERROR && high >= 0 ? high : -1;
 }
 
+void kafka_queue_stopped(kafka_queue *queue) { queue->stopped = true; }
+
 bool kafka_consumer_lost(kafka_consumer *consumer) { return rd_kafka_assignment_lost(consumer->rk) != 0; }
 
 const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t cap)

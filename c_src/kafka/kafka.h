@@ -192,6 +192,8 @@ int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t par
 int kafka_consumer_set_token(kafka_consumer *consumer, const kafka_token *token, kafka_error *err);
 /* The end of an assigned partition as its last Fetch answer told it; local, does not wait. Negative: not known (yet, or any more). */
 int64_t kafka_consumer_end(kafka_consumer *consumer, const char *topic, int32_t partition);
+/* Its fetching is taken for stopped, though no record said so: the next seek starts it afresh. */
+void kafka_queue_stopped(kafka_queue *queue);
 bool kafka_consumer_lost(kafka_consumer *consumer);
 const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t cap);
 /* Leaving: begin, then poll (and answer REVOKE) until closed() is true, then destroy. */

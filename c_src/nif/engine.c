@@ -215,6 +215,28 @@ static bool serve_queues(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_
     return n >= CONTROL_EVENTS;
 }
 
+/* A topic made anew: librdkafka's fetcher does not always say that the position is out of range, and then stands still. That the end is below
+ * the position for a while says the same. */
+static void beyond_end(engine *e, int64_t now)
+{
+    enum { BEYOND_MS = 3000 };
+    for (size_t i = 0; i < e->n_active && e->consumer; i++) {
+        part *p = e->active[i];
+        if (p->broken || p->store.count || !p->queue) continue;
+        int64_t end = kafka_consumer_end(e->consumer, p->topic->name, p->partition);
+        if (end < 0 || end >= p->position) {
+            p->beyond_since = 0;
+        } else if (!p->beyond_since) {
+            p->beyond_since = now;
+            engine_notify_owner(e, BEYOND_MS + 1);
+        } else if (now - p->beyond_since > BEYOND_MS) {
+            p->beyond_since = 0;
+            p->broken = true;
+            kafka_queue_stopped(p->queue);
+        }
+    }
+}
+
 static void out_of_range(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
 {
     for (size_t i = 0; i < e->n_active; i++) {
@@ -464,6 +486,7 @@ int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_m
     if (now >= e->commit_due && e->state == ENGINE_OPEN) engine_send_commit(e, now);
     close_on(e, env, events, now);
     note_broken(e, env, events, now);
+    beyond_end(e, now);
     out_of_range(e, env, events);
     restart_lame(e, now);
     engine_reap(e);

@@ -109,9 +109,10 @@ struct part {
     bool lame;          /* no memory on the way: begins again at the first offset not handed out */
     int64_t position;   /* next offset expected from the queue */
     store store;
-    int64_t marks_end; /* offset of its last durable marker */
-    bool restart;      /* its marker topic was made anew: what is held is STARTed there, not renewed */
-    size_t unstarted;  /* kept since its last START was written; at least MARKS_RUN when one must be written again */
+    int64_t beyond_since; /* its position is beyond the topic's end, as far as is known; 0: it is not */
+    int64_t marks_end;    /* offset of its last durable marker */
+    bool restart;         /* its marker topic was made anew: what is held is STARTed there, not renewed */
+    size_t unstarted;     /* kept since its last START was written; at least MARKS_RUN when one must be written again */
     /* the gate of the first window, or (at most once) of the present one; -1: no commit asked for yet */
     bool gated;
     int64_t gate_offset;

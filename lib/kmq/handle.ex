@@ -326,6 +326,7 @@ defmodule Kmq.Handle do
           # What its tracker is there for: all topics this consumer has ever had, open messages may be of any of them.
           covered: config,
           updated: false,
+          identity: identity(config),
           letters: nil,
           timer: nil,
           timer_at: nil,
@@ -362,6 +363,22 @@ defmodule Kmq.Handle do
       :ok -> {:noreply, poll(state)}
       {:error, reason} -> down(Error.from_native(reason, "subscribe"), state)
     end
+  end
+
+  # What makes two configurations the same consumer.
+  defp identity(config) do
+    Map.take(config, [
+      :hosts,
+      :topics,
+      :group_id,
+      :delivery,
+      :marker_format,
+      :ordering,
+      :marker_topics,
+      :dead_letter_topics,
+      :on_success,
+      :on_failure
+    ])
   end
 
   # Where there is no tracker, the handle's own process writes dead letters.
@@ -430,8 +447,11 @@ defmodule Kmq.Handle do
       when closing or fenced,
       do: {:reply, :closing, state}
 
-  def handle_call({:borrow, _config}, {pid, _}, state) do
-    {:reply, {:ok, state.ref}, watch(state, pid)}
+  # A life of this name with other options is another consumer: this one ends first, and what it had is the group's again.
+  def handle_call({:borrow, config}, {pid, _}, state) do
+    if identity(config) == state.identity,
+      do: {:reply, {:ok, state.ref}, watch(state, pid)},
+      else: {:reply, :closing, close_begin(state, state.config.drain_timeout)}
   end
 
   def handle_call({:attach, pid}, _from, state) do
