@@ -255,10 +255,16 @@ defmodule Kmq.Handle do
 
   @doc "What is in work is in nobody's hands any more. With `delivery: :offsets`, where nothing else would, it comes again from the commit on."
   @spec again(t) :: :ok
-  def again(%__MODULE__{ref: ref}) do
+  def again(%__MODULE__{pid: pid, ref: ref}) do
     _ = :kmq_nif.consumer_again(ref)
-    :ok
+    GenServer.cast(pid, :gone_are_made_good)
   end
+
+  @doc """
+  Who works for the borrower: where one of them dies and the borrower with it, nobody else would know that what it had must come again.
+  """
+  @spec workers(t, [pid]) :: :ok
+  def workers(%__MODULE__{pid: pid}, pids), do: GenServer.cast(pid, {:workers, self(), pids})
 
   @doc "Nothing more is handed out."
   @spec drain(t) :: :ok
@@ -327,6 +333,9 @@ defmodule Kmq.Handle do
           covered: config,
           updated: false,
           identity: identity(config),
+          # monitor => the borrower that told of this worker; a worker has died, and its borrower has not made that good yet
+          workers: %{},
+          worker_gone: false,
           letters: nil,
           timer: nil,
           timer_at: nil,
@@ -454,6 +463,11 @@ defmodule Kmq.Handle do
       else: {:reply, :closing, close_begin(state, state.config.drain_timeout)}
   end
 
+  def handle_call({:attach, pid}, _from, %{worker_gone: true} = state) do
+    _ = :kmq_nif.consumer_again(state.ref)
+    handle_call({:attach, pid}, nil, %{state | worker_gone: false})
+  end
+
   def handle_call({:attach, pid}, _from, state) do
     # A producer that was restarted knows the topics of its options only.
     if state.updated, do: send(pid, {:kmq, state.ref, {:topics, state.config.topics}})
@@ -522,6 +536,14 @@ defmodule Kmq.Handle do
   def handle_call({:test_fatal, which}, _from, state) do
     {:reply, :kmq_nif.consumer_test_fatal(state.ref, which), poll(state)}
   end
+
+  @impl true
+  def handle_cast({:workers, borrower, pids}, state) do
+    workers = for pid <- pids, into: state.workers, do: {Process.monitor(pid), borrower}
+    {:noreply, %{state | workers: workers}}
+  end
+
+  def handle_cast(:gone_are_made_good, state), do: {:noreply, %{state | worker_gone: false}}
 
   @impl true
   def handle_info({:kmq, ref, {:due, 0}}, %{ref: ref} = state), do: {:noreply, poll(state)}
@@ -601,6 +623,20 @@ defmodule Kmq.Handle do
 
       _crash ->
         {:noreply, resolve(%{state | resolver: nil}, epoch, partitions, 1_000)}
+    end
+  end
+
+  # Its borrower makes it good, if it is still there; another one has taken its place, or will.
+  def handle_info({:DOWN, monitor, :process, _pid, _reason}, %{workers: workers} = state)
+      when is_map_key(workers, monitor) do
+    {borrower, workers} = Map.pop(workers, monitor)
+    state = %{state | workers: workers}
+
+    if state.borrower in [borrower, nil] do
+      {:noreply, %{state | worker_gone: true}}
+    else
+      _ = :kmq_nif.consumer_again(state.ref)
+      {:noreply, state}
     end
   end
 

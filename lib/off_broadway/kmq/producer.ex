@@ -554,6 +554,7 @@ defmodule OffBroadway.Kmq.Producer do
           do: {pid, true}
 
     Enum.each(new, fn {pid, true} -> Process.monitor(pid) end)
+    state.handle && Handle.workers(state.handle, Map.keys(new))
     %{state | processors: Map.merge(known, new)}
   end
 
