@@ -68,7 +68,7 @@ defmodule Kmq.Integration.MarkersAnewTest do
 
       eventually(
         fn ->
-          match?({:ok, %{partitions: [%{open: 9, read: n}]}} when n > 3, Tracker.info(tracker))
+          match?({:ok, %{partitions: [%{open: 9}]}}, Tracker.info(tracker))
         end,
         20_000
       )
