@@ -79,7 +79,7 @@ thirds = MIX_ENV=test mix compile && { \
 
 test-long: setup-test
 	$(swap)
-	@KMQ_LONG=1 KMQ_FUZZ=10000000 KMQ_TEST_SCALE=10 $(C) check
+	@KMQ_LONG=1 KMQ_FUZZ=10000000 KMQ_TEST_WORK=10 KMQ_TEST_SCALE=10 $(C) check
 	@KMQ_LONG=1 mix test $(ARGS)
 
 # The VM itself is not built with ASan, so its runtime is loaded first; +Mea min lets ASan see the blocks of enif_alloc.

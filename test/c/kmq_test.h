@@ -2,7 +2,7 @@
  * counts.
  *
  * Environment:  KMQ_SEED=n        repeats a run (every test prints the seed it uses)
- *               KMQ_TEST_SCALE=n  n times as many random operations (default 1; make test-long sets more)
+ *               KMQ_TEST_WORK=n   n times as many random operations (default 1; make test-long sets more)
  *
  * A header alone, so that a test links nothing but what it tests. */
 #ifndef KMQ_TEST_H
@@ -59,7 +59,7 @@ static inline kmq_rng kmq_test_rng(const char *name)
 
 static inline int64_t kmq_test_scale(int64_t n)
 {
-    const char *env = getenv("KMQ_TEST_SCALE");
+    const char *env = getenv("KMQ_TEST_WORK");
     long long scale = env != NULL ? strtoll(env, NULL, 10) : 1;
     return n * (scale > 0 ? scale : 1);
 }

@@ -377,7 +377,7 @@ static void model_end_starting(model *m, const op *o, item_state state)
 static void model_hand_out(model *m, const op *o)
 {
     int64_t limit = model_limit(m, o->now), left = o->hi;
-    if (o->now > m->latest) m->latest = o->now;
+    if (left > 0 && o->now > m->latest) m->latest = o->now; /* nothing handed out: no limit was looked at */
     for (size_t i = 0; i < m->n && left > 0; i++) {
         if (m->items[i].state != READY) continue;
         m->items[i].state = m->delivery == KMQ_DELIVERY_AT_MOST_ONCE ? GONE : OPEN;
