@@ -305,7 +305,9 @@ static void drop_due_blocks(kmq_ledger *ledger, int64_t now_ms)
 {
     while (ledger->blocks.count > 0) {
         const block *b = block_at(ledger, 0);
-        if (b->limit_ms > now_ms || b->limit_ms == INT64_MAX) return;
+        /* a limit that has passed stays passed when a clock goes back */
+        bool passed = b->limit_ms <= now_ms || b->limit_ms <= ledger->overdue_ms;
+        if (!passed || b->limit_ms == INT64_MAX) return;
         ledger->overdue_below = b->hi;
         ledger->overdue_ms = b->limit_ms;
         queue_pop(&ledger->blocks, 1);
