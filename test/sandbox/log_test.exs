@@ -21,7 +21,17 @@ defmodule Kmq.Sandbox.LogTest do
         do: line
   end
 
+  defmodule Backend do
+    def execute([:kmq, :dead_lettered], _measurements, _metadata),
+      do: send(:log_test, {:dead_lettered, self()})
+
+    def execute(_event, _measurements, _metadata), do: :ok
+  end
+
   test "a queue at work, from its start to its end" do
+    Process.register(self(), :log_test)
+    Kmq.Telemetry.put_backend(Backend)
+    on_exit(fn -> Kmq.Telemetry.put_backend(nil) end)
     queue = start_queue!(sandbox: :own)
 
     log =
@@ -42,6 +52,9 @@ defmodule Kmq.Sandbox.LogTest do
         [again] = Consumer.pull(consumer, wait: 5_000)
         Kmq.ack(again)
         await_acked(queue, [good, late])
+        # Its line is written when this event is over.
+        assert_receive {:dead_lettered, tracker}, 15_000
+        :sys.get_state(tracker)
         Consumer.stop(consumer)
       end)
 
