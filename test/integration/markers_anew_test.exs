@@ -24,7 +24,10 @@ defmodule Kmq.Integration.MarkersAnewTest do
     options = options(cluster, topic, lease: 1_500, max_processing_time: 12_000, backoff: [0])
     markers = "#{topic}__#{options[:group_id]}__markers"
     consumer = consumer(options)
-    [m1, m2 | held] = pull(consumer, 10)
+    # The old topic has some length: by offsets that go back a new one is known.
+    publish(cluster, topic, for(i <- 1..30, do: "before #{i}"))
+    {before, [m1, m2 | held]} = consumer |> pull(40) |> Enum.split_with(&(&1.value =~ "before"))
+    for message <- before, do: assert(Kmq.ack(message, sync: true) == :ok)
     assert Kmq.ack([m1, m2], sync: true) == :ok
 
     log =
