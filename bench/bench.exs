@@ -360,14 +360,6 @@ defmodule Bench do
     result
   end
 
-  defp flush_wakes do
-    receive do
-      {:kmq, _, _} -> flush_wakes()
-    after
-      0 -> :ok
-    end
-  end
-
   @take 2_000
 
   defp loop(_handle, _ack?, n, got, start) when got >= n, do: since(start, got)

@@ -233,14 +233,6 @@ defmodule Bench.Growth do
     end
   end
 
-  defp flush_wakes do
-    receive do
-      {:kmq, _, _} -> flush_wakes()
-    after
-      0 -> :ok
-    end
-  end
-
   defp since({start, cpu}, n) do
     {n / (max(now_us() - start, 1) / 1.0e6), (cpu_ms() - cpu) * 1000 / n}
   end

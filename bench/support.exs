@@ -150,6 +150,15 @@ defmodule Bench.Support do
     end
   end
 
+  # What a closed consumer had still to say to this process.
+  def flush_wakes do
+    receive do
+      {:kmq, _, _} -> flush_wakes()
+    after
+      0 -> :ok
+    end
+  end
+
   # ---- a C program beside us
 
   def spawn_alone(args) do

@@ -312,6 +312,12 @@ static int64_t ahead(const engine *e, int64_t now)
     return most < AHEAD_MAX ? (int64_t)most : AHEAD_MAX;
 }
 
+/* What may be fetched and not handed out. */
+static int64_t window(const engine *e, int64_t want, int64_t now)
+{
+    return e->config.start_ahead + want + ahead(e, now);
+}
+
 /* Somebody wants more, and all that may be STARTed is under way: eight times as much, once for each round trip. */
 static void starved(engine *e)
 {
@@ -337,7 +343,7 @@ static bool starts_urgent(const engine *e, int64_t now)
         const part *p = e->active[i];
         if (!part_stands(p)) started += (int64_t)p->store.count - (int64_t)p->unstarted;
     }
-    return 2 * started < e->config.start_ahead + ahead(e, now);
+    return 2 * started < window(e, 0, now);
 }
 
 /* STARTs, each partition in its turn; what the slice has no room for is written with the next poll. Each is a request to the broker: while there is
@@ -363,7 +369,7 @@ static bool unread(const engine *e, int64_t want, int64_t now)
     int64_t count;
     size_t bytes;
     stored(e, &count, &bytes);
-    if (count >= e->config.start_ahead + want + ahead(e, now) || (int64_t)bytes >= e->config.store_bytes) return false;
+    if (count >= window(e, want, now) || (int64_t)bytes >= e->config.store_bytes) return false;
     for (size_t i = 0; i < e->n_active; i++) {
         const part *p = e->active[i];
         if (p->hot && !p->broken && !p->lame && !part_stands(p)) return true;
@@ -378,8 +384,8 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
     int64_t count;
     size_t idle = 0, bytes;
     stored(e, &count, &bytes);
-    if (want > 0 && engine_marks(e) && count >= e->config.start_ahead + want + ahead(e, now)) starved(e);
-    int64_t room = e->config.start_ahead + want + ahead(e, now) - count;
+    if (want > 0 && engine_marks(e) && count >= window(e, want, now)) starved(e);
+    int64_t room = window(e, want, now) - count;
     bool skipped = false;
     size_t quantum = e->n_active ? (size_t)ahead(e, now) / (2 * e->n_active) : 0;
     quantum = quantum < QUANTUM ? QUANTUM : quantum > QUANTUM_MAX ? QUANTUM_MAX : quantum;
