@@ -95,6 +95,7 @@ defmodule Kmq.Integration.TrackerTxnTest do
       )
 
       mark(cluster, topic, options, [Markers.start(0, half, 0)])
+      eventually(fn -> length(seen(cluster, topic, 2)) >= n end, 15_000)
       nothing_open(t)
 
       assert Enum.sort(seen(cluster, topic, 2)) == Enum.sort(numbers(0..(n - 1)))
@@ -144,8 +145,9 @@ defmodule Kmq.Integration.TrackerTxnTest do
     left_behind(cluster, [topic], options, n)
     t = tracker(options)
     mark(cluster, topic, options, for(p <- 0..(n - 1), i <- 0..4, do: Markers.start(p, i, 0)))
-    nothing_open(t, 60_000)
     expected = for p <- 0..(n - 1), i <- 0..4, do: "#{p}/#{i}"
+    eventually(fn -> length(seen(cluster, topic, n)) >= length(expected) end, 60_000)
+    nothing_open(t, 60_000)
     assert Enum.sort(seen(cluster, topic, n)) == Enum.sort(expected)
     assert alarms() == []
   end
