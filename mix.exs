@@ -141,12 +141,16 @@ defmodule Kmq.MixProject do
           named ++
           others ++
           coming ++
-          ["examples/queue.livemd", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"],
+          ["examples/queue.livemd", "bench/RESULTS.md", "bench/NOTES.md"] ++
+          ["ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"],
       groups_for_extras: [
+        Guides: (named ++ others) -- running,
         "Running it": running,
         "Coming from": coming,
-        Guides: (named ++ others) -- running
+        "About Kmq": ~r"^(bench/|ARCHITECTURE|CONTRIBUTING|CHANGELOG)"
       ],
+      # These are about what is inside, too.
+      skip_undefined_reference_warnings_on: ["ARCHITECTURE.md", "bench/NOTES.md"],
       groups_for_modules: [
         Messages: [Kmq, Kmq.Message, Kmq.Consumer, OffBroadway.Kmq.Producer, Kmq.Publisher],
         "Dead letters": [Kmq.DeadLetters, Kmq.DeadLetter, Kmq.Reject],

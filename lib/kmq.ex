@@ -39,7 +39,7 @@ defmodule Kmq do
     * `:closed` - the consumer is closed: it comes again after its lease
     * `:enomem` - no memory for it: it is as before
     * `:full` - of `extend/3` only: 65,536 messages of its partition have a time limit of their own already
-    * `:unsupported` - the consumer's `:delivery` has no such action (see the guide about deliveries): the message is as before
+    * `:unsupported` - the consumer's `:delivery` has no such action (see [Deliveries](delivery.md)): the message is as before
     * `:timeout` - with `sync:`: settled, but Kafka has not confirmed it in time; it is tried further. From another node also:
       the consumer's node has not answered within 10 s; it is settled or it comes again
   """

@@ -10,8 +10,8 @@
  * reason why this is no NIF. Thread rule: the loop's thread alone speaks to the mock. */
 #include "command.h"
 #include "frame.h"
+#include "hurry.h"
 
-#include <dlfcn.h>
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
@@ -28,19 +28,10 @@ enum { PROTOCOL = 1, BROKERS_MAX = 100, REPLIES_MAX_BYTES = 1024 * 1024 };
 static void log_line(const rd_kafka_t *rk, int level, const char *facility, const char *text)
 {
     (void)rk;
-    fprintf(stderr, "kmq_sandbox: [%d] %s: %s\n", level, facility, text);
-}
-
-/* Newer libraries let a group's first join be as short as wished; 2.0.2 waits three seconds. Asked at run time, because
- * the library may be newer than the headers. */
-static void shorten_first_join(rd_kafka_mock_cluster_t *cluster)
-{
-    void *self = dlopen(NULL, RTLD_LAZY);
-    void *symbol = self ? dlsym(self, "rd_kafka_mock_group_initial_rebalance_delay_ms") : NULL;
-    void (*set)(rd_kafka_mock_cluster_t *, int32_t);
-    if (!symbol) return;
-    memcpy(&set, &symbol, sizeof set); /* ISO C has no cast from data to function pointers */
-    set(cluster, 0);
+    if (level <= 4)
+        fprintf(stderr, "kmq_sandbox: [%d] %s: %s\n", level, facility, text);
+    else
+        hurry_line(text);
 }
 
 static rd_kafka_mock_cluster_t *start_cluster(int brokers)
@@ -49,7 +40,8 @@ static rd_kafka_mock_cluster_t *start_cluster(int brokers)
     rd_kafka_conf_t *conf = rd_kafka_conf_new();
     rd_kafka_conf_set_log_cb(conf, log_line);
     if (rd_kafka_conf_set(conf, "client.id", "kmq_sandbox", text, sizeof text) != RD_KAFKA_CONF_OK ||
-        rd_kafka_conf_set(conf, "log_level", "4", text, sizeof text) != RD_KAFKA_CONF_OK) {
+        rd_kafka_conf_set(conf, "log_level", "7", text, sizeof text) != RD_KAFKA_CONF_OK ||
+        rd_kafka_conf_set(conf, "debug", "mock", text, sizeof text) != RD_KAFKA_CONF_OK) {
         rd_kafka_conf_destroy(conf);
         fprintf(stderr, "kmq_sandbox: %s\n", text);
         return NULL;
@@ -65,7 +57,7 @@ static rd_kafka_mock_cluster_t *start_cluster(int brokers)
         fprintf(stderr, "kmq_sandbox: cannot listen on 127.0.0.1\n");
         return NULL;
     }
-    shorten_first_join(cluster);
+    hurry_cluster(cluster);
     return cluster;
 }
 

@@ -318,8 +318,9 @@ static void ask_done(helper_job *job, void *owner)
         tracker_part_put(ask->parts[i]);
     }
     if (ask->rc != KAFKA_OK)
-        tracker_alarm(t, &t->alarm_ms[ALARM_ASK], "group_commits", NULL, -1, "cannot read the commits of group %s: %s",
-                      t->config.group, ask->error.text);
+        tracker_alarm(t, &t->alarm_ms[ALARM_ASK], "group_commits", NULL, -1,
+                      "cannot read the commits of group %s (it takes DESCRIBE on it): %s", t->config.group,
+                      ask->error.text);
     free(ask->partitions);
     free(ask);
 }

@@ -546,7 +546,7 @@ defmodule Kmq.Config do
   end
 
   # The mock broker lets every rebalance after the first last a session time-out less a second. Its own sandbox in this VM
-  # gets the shortest that works (the first join takes 3 s), unless the user asks for another than the default.
+  # gets a short one that a busy machine can bear, unless the user asks for another than the default.
   defp session(group, bootstrap) do
     session = Keyword.get(group, :session_timeout_seconds, 30) * 1_000
     heartbeat = Keyword.get(group, :heartbeat_rate_seconds, 5) * 1_000

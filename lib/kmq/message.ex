@@ -46,10 +46,10 @@ defmodule Kmq.Message do
           attempt: pos_integer,
           deliveries: pos_integer,
           id: id,
-          handle: Kmq.Handle.t(),
+          handle: struct,
           slot: non_neg_integer,
           backoff: Kmq.Backoff.normal(),
-          original: Kmq.LetterWriter.original() | nil
+          original: tuple | nil
         }
 
   @doc false

@@ -154,7 +154,7 @@ defmodule Kmq.Options do
                doc:
                  "`:markers`: each message is acknowledged on its own, and delivered again until it is. `:offsets`: the group's commit follows the " <>
                    "lowest message that is not settled (as broadway_kafka's). `:at_most_once`: committed before it is handed out. " <>
-                   "See the guide \"Deliveries\"."
+                   "See [Deliveries](delivery.md)."
              ],
              marker_format: [
                type: {:in, [:range, :kmq]},
@@ -614,7 +614,7 @@ defmodule Kmq.Options do
   defp type_doc(spec) do
     case spec[:type_doc] || spec[:type] do
       text when is_binary(text) -> text
-      {:in, values} -> Enum.map_join(values, " \\| ", &"`#{inspect(&1)}`")
+      {:in, values} -> Enum.map_join(values, " or ", &"`#{inspect(&1)}`")
       :keyword_list -> "`t:keyword/0`"
       :string -> "`t:String.t/0`"
       :any -> "any"

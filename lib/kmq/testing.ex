@@ -26,7 +26,7 @@ defmodule Kmq.Testing do
       end
 
   What they say is read from the topics themselves, from outside: it is true for a pipeline, a `Kmq.Consumer`, and for whatever
-  else settles messages, on this node or another one. [Testing](testing.html) has the whole story, and what a test costs.
+  else settles messages, on this node or another one. [Testing](testing.md) has the whole story, and what a test costs.
 
   All waiting ends: after `:timeout` ms (default 5,000, times `:kmq, :testing_scale` of the application environment, for slow
   machines) the functions raise `Kmq.Testing.TimeoutError`, which says where each message is.

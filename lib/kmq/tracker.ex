@@ -636,7 +636,8 @@ defmodule Kmq.Tracker do
   end
 
   defp event(:error, info, state) do
-    error = Error.from_native({info.name, info.code, info.retriable, info.fatal, info.text})
+    text = info.text <> advice(info.name, state.config.group_id)
+    error = Error.from_native({info.name, info.code, info.retriable, info.fatal, text})
     Telemetry.execute([:kmq, :error], %{count: 1}, %{group: state.config.group_id, error: error})
     if fresh?(info.name), do: Logger.warning("#{name(state)}: #{Exception.message(error)}")
   end
@@ -699,6 +700,12 @@ defmodule Kmq.Tracker do
 
   defp place(info, state),
     do: %{group: state.config.group_id, topic: info.topic, partition: info.partition}
+
+  defp advice("GROUP_AUTHORIZATION_FAILED", group_id) do
+    ": nothing is redelivered before it has the right READ on the group #{inspect(tracker_group(group_id))}"
+  end
+
+  defp advice(_name, _group_id), do: ""
 
   defp name(state), do: "kmq tracker of group #{state.config.group_id}"
 

@@ -207,6 +207,33 @@ defmodule Kmq.DependencyTest do
       end
     end
 
+    test "the README's table has the same commands", context do
+      release = Path.join(context.dir, "os-release")
+      fake(context.bin, "uname", ~s([ -n "$KMQ_MACOS" ] && echo Darwin || echo Linux))
+      readme = File.read!(Path.join(@root, "README.md"))
+
+      for {name, id} <- [
+            {"Debian, Ubuntu", "debian"},
+            {"Fedora", "fedora"},
+            {"Alpine", "alpine"},
+            {"Arch", "arch"},
+            {"macOS", ""}
+          ] do
+        File.write!(release, "ID=#{id}\n")
+
+        env = [
+          {"PATH", context.bin <> ":" <> System.get_env("PATH")},
+          {"KMQ_OS_RELEASE", release},
+          {"KMQ_MACOS", if(id == "", do: "1", else: "")}
+        ]
+
+        {command, 0} =
+          Outside.run("sh", [Path.join(@root, "c_src/packages.sh"), "build"], env: env)
+
+        assert readme =~ "| #{name} | `#{String.trim(command)}` |"
+      end
+    end
+
     test "macOS is known by its name", context do
       fake(context.bin, "uname", "echo Darwin")
       line = make(context, "", ["RDKAFKA_CFLAGS=-nostdinc" | @erlang])

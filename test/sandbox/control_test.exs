@@ -1,7 +1,7 @@
 defmodule Kmq.Sandbox.ControlTest do
   use Kmq.Test.ClusterCase, on: :sandbox
 
-  # A group's first member waits three seconds on the sandbox: most is tried on real Kafka alone.
+  # Most is tried on real Kafka alone.
   run_bodies(Kmq.Test.Bodies.Control,
     except: [
       "a paused partition is not read and keeps what is in work, others go on",

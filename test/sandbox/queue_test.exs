@@ -1,7 +1,7 @@
 defmodule Kmq.Sandbox.QueueTest do
   use Kmq.Test.ClusterCase, on: :sandbox
 
-  # A group's first member waits three seconds on the sandbox: what does not hang on the cluster runs on real Kafka alone.
+  # What does not hang on the cluster runs on real Kafka alone.
   run_bodies(Kmq.Test.Bodies.Queue,
     except: [
       "the same in the format of the JVM's kmq",

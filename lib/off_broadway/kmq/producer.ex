@@ -56,8 +56,8 @@ defmodule OffBroadway.Kmq.Producer do
       `{:snooze, 5_000}`, `:release`, `{:reject, reason}`, `{:discard, reason}`, or `raise Kmq.Reject, "reason"`
     * beforehand: `Broadway.Message.configure_ack(message, on_failure: :reject)`
 
-  With `delivery: :offsets` or `:at_most_once` there are `:ack`, `:reject` and `:discard` only, and `:on_failure` has another default: see the guide
-  "Deliveries".
+  With `delivery: :offsets` or `:at_most_once` there are `:ack`, `:reject` and `:discard` only, and `:on_failure` has another default: see
+  [Deliveries](delivery.md).
 
   The reason goes first, then what was configured for the message, then the producer's option. The reason's text is kept
   in the dead letter's `kmq-error` header.
@@ -72,7 +72,7 @@ defmodule OffBroadway.Kmq.Producer do
   over the consumers of each batcher; all producers of a pipeline share these places, and a rebalance waits for what is in work. A `:partition_by`
   of one's own is refused then: it would break the order. Without an order it is allowed.
 
-  A message that is tried again comes behind its successors. The guide on order says which order is kept when what fails.
+  A message that is tried again comes behind its successors. [Order](ordering.md) says which order is kept when what fails.
 
   `Broadway.test_message/3` and `Broadway.test_batch/3` work with an order, too: messages go where `metadata: %{topic:, partition:, offset:, key:}` sends
   them, to the first processor without.
