@@ -9,7 +9,7 @@
  *                     group := Bin, tracker_group := Bin, queues := [#{topic := Bin, markers := Bin, dead_letters := Bin, copies := Bin}],
  *                     instance => Bin, format => range | kmq, max_redeliveries => N, dead_letter_oversize => wait | pointer, backoff => Bin, count_header => Bin, rate => N,
  *                     checkpoint_records => N, checkpoint_pause_ms => Ms, checkpoint_age_ms => Ms, trim_markers => true | false, trim_records => N,
- *                     redelivery => idempotent | transactional, transaction_timeout_ms => Ms}
+ *                     witness_ms => Ms, redelivery => idempotent | transactional, transaction_timeout_ms => Ms}
  *                                                                -> ok | {error, already_configured | {badarg, Field}}
  *   token           #{token := Bin, expires_ms := Ms since 1970, principal := Bin, extensions => [{Name, Value}]}
  *                                                                -> ok | {error, {badarg, Field}}; before configure and whenever wanted
@@ -185,6 +185,7 @@ void tracker_config_defaults(tracker_config *config)
                                .checkpoint_pause_ms = 5000,
                                .checkpoint_age_ms = 300000,
                                .transaction_timeout_ms = 10000,
+                               .witness_ms = 5000,
                                .trim_records = 10000};
 }
 
@@ -227,6 +228,8 @@ const char *tracker_config_decode(const tracker_command *command, tracker_config
             wrong = "checkpoint_pause_ms", ok = set_number(bytes, &at, &config->checkpoint_pause_ms);
         else if (strcmp(key, "checkpoint_age_ms") == 0)
             wrong = "checkpoint_age_ms", ok = set_number(bytes, &at, &config->checkpoint_age_ms);
+        else if (strcmp(key, "witness_ms") == 0)
+            wrong = "witness_ms", ok = set_number(bytes, &at, &config->witness_ms);
         else if (strcmp(key, "redelivery") == 0)
             wrong = "redelivery", ok = set_flag(bytes, &at, "transactional", "idempotent", &config->transactional);
         else if (strcmp(key, "transaction_timeout_ms") == 0)

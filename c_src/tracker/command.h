@@ -33,6 +33,7 @@ typedef struct tracker_config {
     int64_t checkpoint_records, checkpoint_pause_ms, checkpoint_age_ms;
     bool transactional; /* copies, ENDs and our commit in one transaction */
     int64_t transaction_timeout_ms;
+    int64_t witness_ms;   /* between two looks whether a marker topic is still the one it was */
     bool trim;            /* delete markers below an acknowledged commit ... */
     int64_t trim_records; /* ... so many at once */
     tracker_queue_config *queues;

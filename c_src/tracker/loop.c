@@ -826,6 +826,7 @@ static void turn(tracker *t)
         tracker_checkpoint_step(t, part);
         tracker_trim_step(t, part);
     }
+    for (tracker_part *part = t->parts; part && !t->witnessing; part = part->next) tracker_witness_step(t, part);
     tracker_txn_step(t);
     parts_rotate(t);
     tracker_commits_ask(t);

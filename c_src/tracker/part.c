@@ -38,6 +38,7 @@ tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partiti
     part->refs = 1;
     part->committed = -1;
     part->reference.as_of = -1;
+    part->witness.offset = part->last.offset = -1;
     part->asked_ms = INT64_MIN / 2;
     part->barrier_below = -1;
     part->batch = TRACKER_BATCH;
@@ -180,6 +181,8 @@ static bool read_record(tracker *t, tracker_part *part, const kafka_record *reco
     }
     }
     part->position = record->offset + 1;
+    part->last = (tracker_witness){record->offset, record->timestamp_ms};
+    if (part->witness.offset < 0) part->witness = part->last;
     return true;
 }
 
@@ -209,7 +212,7 @@ void tracker_part_read(tracker *t, tracker_part *part)
         kafka_records_free(records, n);
     }
     if (part->position > part->known_end) part->known_end = part->position;
-    if (lost) tracker_part_lost(t, part);
+    if (lost) tracker_part_lost(t, part, false);
 }
 
 /* ------------------------------------------------------------------ deciding */
@@ -444,11 +447,9 @@ void tracker_commits_send(tracker *t)
         kafka_partition *partition = &commit->partitions[commit->n];
         *partition =
             (kafka_partition){.topic = part->queue->markers, .partition = part->partition, .offset = value.offset};
-        if (value.reference) {
-            tracker_reference_print(value.reference, commit->metadata[commit->n]);
-            partition->metadata = commit->metadata[commit->n];
-            if (KMQ_FAILPOINT("ck_commit")) partition->metadata = "ck1 broken";
-        }
+        tracker_reference_print(value.reference, part->witness, commit->metadata[commit->n]);
+        if (commit->metadata[commit->n][0]) partition->metadata = commit->metadata[commit->n];
+        if (value.reference && KMQ_FAILPOINT("ck_commit")) partition->metadata = "ck1 broken";
         commit->parts[commit->n++] = part;
     }
     kafka_error err;
@@ -477,7 +478,7 @@ void tracker_commit_done(tracker *t, const kafka_event *event)
         if (error == 0) {
             part->committed = commit->partitions[i].offset;
             part->txn.confirm = false;
-            if (commit->metadata[i][0] && KMQ_FAILPOINT("ck_committed")) part->committed = -1;
+            if (commit->metadata[i][0] == 'c' && KMQ_FAILPOINT("ck_committed")) part->committed = -1;
         } else {
             code = error;
         }

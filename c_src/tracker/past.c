@@ -1,8 +1,8 @@
 /* past - what this process knew of a marker partition when it gave it up, or lost its position: where it was, how much was open.
  *
  * A topic that is deleted and made again under its name has no commit and begins at 0, as one that is new. Only whoever has been there
- * before can tell them apart: an end that lies before what was read, or a commit of ours that is gone. Then what was open in the book of
- * that time is forgotten, and that is told.
+ * before can tell them apart: an end that lies before what was read, a commit of ours that is gone, or another record where one was that is
+ * remembered (witness.c). Then what was open in the book of that time is forgotten, and that is told.
  *
  * One entry for each marker partition that was ever ours, at most as many as there are. */
 #include "tracker.h"
@@ -37,12 +37,12 @@ void tracker_past_keep(tracker *t, const tracker_part *part)
     (*at)->open = kmq_lease_book_open(&part->book);
 }
 
-bool tracker_past_take(tracker *t, const tracker_part *part, int64_t committed, int64_t high, int64_t *position,
-                       int64_t *open)
+bool tracker_past_take(tracker *t, const tracker_part *part, bool anew, int64_t committed, int64_t high,
+                       int64_t *position, int64_t *open)
 {
     tracker_past **at = find(t, part), *past = *at;
     if (!past) return false;
-    bool another = past->position > high || (past->committed >= 0 && committed < 0);
+    bool another = anew || past->position > high || (past->committed >= 0 && committed < 0);
     *position = past->position;
     *open = past->open;
     *at = past->next;

@@ -8,7 +8,8 @@
  *      nothing at all                                       --> replay all that is there
  *
  * What retention has taken is told with its range (`marker_gap`), never skipped in silence; a newest whole checkpoint has everything
- * that was open, so it leaves no gap. A topic that was made anew is told with what was open in the one before (past.c). A commit that refers to something of a newer version stops the partition.
+ * that was open, so it leaves no gap. A commit that was made in another topic of that name (witness.c) is none. A topic that was made anew is
+ * told with what was open in the one before (past.c). A commit that refers to something of a newer version stops the partition.
  *
  * Asking, searching and loading are done by a helper thread, into a book of its own that the loop takes over whole. It gives up
  * when the assignment is over, and is given again after a pause when Kafka does not answer. */
@@ -32,6 +33,8 @@ typedef struct recover_place {
     int64_t committed, low, high;
     tracker_reference_kind kind; /* of the commit's metadata */
     tracker_reference reference;
+    tracker_witness witness; /* of the topic that the commit was made in */
+    bool anew;               /* this is another one */
     /* what came out */
     bool adopt; /* the commit is good: later ones must be above it */
     bool newer;
@@ -161,6 +164,14 @@ static int decide(walk *w)
     recover_place *place = w->place;
     bool inside = place->committed >= place->low && place->committed <= place->high;
     int rc;
+    if (inside && !place->anew && place->witness.offset >= 0) {
+        tracker_seen seen =
+            tracker_witness_look(w->reader, place->markers, place->partition, place->witness, &w->job->error);
+        if (seen == WITNESS_UNKNOWN) return KAFKA_EKAFKA;
+        place->anew = seen == WITNESS_OTHER;
+    }
+    if (place->committed > place->high) place->anew = true;
+    inside = inside && !place->anew;
     place->newer = place->kind == REFERENCE_NEWER && inside;
     if (place->newer || (inside && place->kind == REFERENCE_NONE)) {
         place->adopt = true;
@@ -176,10 +187,11 @@ static int decide(walk *w)
         tracker_reference best = w->finder.best;
         if (best.as_of >= 0) {
             if ((rc = load(w, &best)) != KAFKA_OK) return rc;
-            if (place->loaded.as_of >= 0) return begin_at(place, best.as_of, GAP_NONE, 0);
+            if (place->loaded.as_of >= 0)
+                return begin_at(place, best.as_of, place->anew ? GAP_RECREATED : GAP_NONE, place->committed);
         }
     }
-    if (place->committed > place->high) return begin_at(place, place->low, GAP_RECREATED, place->committed);
+    if (place->anew) return begin_at(place, place->low, GAP_RECREATED, place->committed);
     if (place->committed < 0) return begin_at(place, place->low, GAP_NO_COMMIT, 0);
     if (place->committed >= place->low) return begin_at(place, place->low, GAP_CHECKPOINT, 0);
     if (place->kind == REFERENCE_OURS && (rc = load(w, &place->reference)) != KAFKA_OK) return rc;
@@ -215,7 +227,8 @@ static void recover_run(helper_job *job, void *thread)
         recover_place *place = &recover->places[i];
         unload(place); /* of an earlier try */
         place->committed = partitions[i].offset;
-        place->kind = tracker_reference_parse(partitions[i].metadata, place->committed, &place->reference);
+        place->kind =
+            tracker_reference_parse(partitions[i].metadata, place->committed, &place->reference, &place->witness);
     }
     free(partitions);
     for (size_t i = 0; i < recover->n && recover->rc == KAFKA_OK && !over(recover); i++) {
@@ -265,7 +278,7 @@ static void tell_gap(tracker *t, const recover_place *place)
 static void remember(tracker *t, recover_place *place)
 {
     int64_t position, open;
-    if (!tracker_past_take(t, place->part, place->committed, place->high, &position, &open)) return;
+    if (!tracker_past_take(t, place->part, place->anew, place->committed, place->high, &position, &open)) return;
     place->gap = GAP_RECREATED;
     place->gap_from = position;
     place->forgotten = open;
@@ -277,7 +290,10 @@ static void settle(tracker *t, recover_place *place)
     tracker_part *part = place->part;
     remember(t, place);
     tell_gap(t, place);
-    if (place->adopt) part->committed = place->committed;
+    if (place->adopt) {
+        part->committed = place->committed;
+        part->witness = place->witness;
+    }
     part->trimmed = place->low;
     part->trim_by_ms = t->now_ms;
     if (place->loaded.as_of >= 0) {
@@ -387,6 +403,7 @@ static void place_add(recover_job *recover, tracker_part *part)
                                                     .scope = &part->queue->scope,
                                                     .fenced = fenced_of(part),
                                                     .partition = part->partition,
+                                                    .witness = {.offset = -1},
                                                     .loaded = {.as_of = -1}};
 }
 
@@ -400,7 +417,7 @@ void tracker_recover(tracker *t, const kafka_partition *partitions, size_t n)
     helper_give(&t->loads, &recover->job);
 }
 
-void tracker_part_lost(tracker *t, tracker_part *part)
+void tracker_part_lost(tracker *t, tracker_part *part, bool anew)
 {
     tracker_part **from = &t->parts;
     while (*from && *from != part) from = &(*from)->next;
@@ -417,6 +434,7 @@ void tracker_part_lost(tracker *t, tracker_part *part)
     recover_job *recover = recover_new(t, 1);
     recover->restart = true;
     place_add(recover, fresh);
+    recover->places[0].anew = anew;
     tracker_part_keep(fresh);
     helper_give(&t->loads, &recover->job);
     tracker_part_put(part);

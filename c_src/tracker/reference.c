@@ -5,25 +5,49 @@
 #include <stdio.h>
 #include <string.h>
 
-void tracker_reference_print(const tracker_reference *reference, char out[TRACKER_REFERENCE_BYTES])
+void tracker_reference_print(const tracker_reference *reference, tracker_witness witness,
+                             char out[TRACKER_REFERENCE_BYTES])
 {
-    snprintf(out, TRACKER_REFERENCE_BYTES, "ck1 %" PRId64 " %" PRId64 " %" PRIu32 " %" PRIx64, reference->first,
-             reference->last, reference->parts, reference->id);
+    int n = 0;
+    out[0] = 0;
+    if (reference)
+        n = snprintf(out, TRACKER_REFERENCE_BYTES, "ck1 %" PRId64 " %" PRId64 " %" PRIu32 " %" PRIx64, reference->first,
+                     reference->last, reference->parts, reference->id);
+    if (witness.offset >= 0)
+        snprintf(out + n, TRACKER_REFERENCE_BYTES - (size_t)n, "%s%" PRId64 " %" PRId64, reference ? " " : "at1 ",
+                 witness.offset, witness.timestamp_ms);
 }
 
-tracker_reference_kind tracker_reference_parse(const char *metadata, int64_t as_of, tracker_reference *out)
+/* The rest of the metadata, or nothing. */
+static bool parse_witness(const char *text, tracker_witness *out)
+{
+    int64_t offset, timestamp_ms;
+    int end = 0;
+    if (!*text) return true;
+    if (sscanf(text, "%" SCNd64 " %" SCNd64 "%n", &offset, &timestamp_ms, &end) != 2 || text[end] || offset < 0)
+        return false;
+    *out = (tracker_witness){offset, timestamp_ms};
+    return true;
+}
+
+tracker_reference_kind tracker_reference_parse(const char *metadata, int64_t as_of, tracker_reference *out,
+                                               tracker_witness *witness)
 {
     int64_t first, last;
     uint32_t parts;
     uint64_t id;
     int end = 0;
     *out = (tracker_reference){.as_of = -1};
-    if (!metadata || strncmp(metadata, "ck", 2) != 0) return REFERENCE_NONE;
+    *witness = (tracker_witness){-1, 0};
+    if (!metadata) return REFERENCE_NONE;
+    if (strncmp(metadata, "at1 ", 4) == 0) parse_witness(metadata + 4, witness);
+    if (strncmp(metadata, "ck", 2) != 0) return REFERENCE_NONE;
     if (strncmp(metadata, "ck1 ", 4) != 0) return REFERENCE_NEWER;
     if (sscanf(metadata + 4, "%" SCNd64 " %" SCNd64 " %" SCNu32 " %" SCNx64 "%n", &first, &last, &parts, &id, &end) !=
         4)
         return REFERENCE_BROKEN;
-    if (metadata[4 + end] || as_of < 0 || first < as_of || last < first || parts == 0 || parts - 1 > last - first)
+    if (!parse_witness(metadata + 4 + end, witness) || as_of < 0 || first < as_of || last < first || parts == 0 ||
+        parts - 1 > last - first)
         return REFERENCE_BROKEN;
     *out = (tracker_reference){as_of, first, last, parts, id};
     return REFERENCE_OURS;

@@ -1,9 +1,10 @@
-/* reference - which checkpoint a commit of a marker partition stands on.
+/* reference - what a commit of a marker partition says in its metadata: which checkpoint it stands on, and in which topic it was made.
  *
  *      M   ... | . . . . | K0 K1 m K2 | . . .          K: the parts of one CHECKPOINT, markers of others in between
  *              ^ as_of   ^ first    ^ last
  *
- *      commit: offset = as_of, metadata = "ck1 first last parts id"
+ *      commit: offset = as_of, metadata = "ck1 first last parts id witness-offset witness-timestamp"
+ *              without a checkpoint: metadata = "at1 witness-offset witness-timestamp"; without either: none
  *
  * Recovery loads first..last into an empty book, then replays from as_of. A part belongs to the checkpoint when id, as_of and the number
  * of parts agree; it is whole when parts 0, 1, ... have come, in that order.
@@ -28,10 +29,17 @@ typedef struct tracker_reference {
     uint64_t id;
 } tracker_reference;
 
-enum { TRACKER_REFERENCE_BYTES = 96 };
+/* A record that was read, by which the topic is known again (witness.c). */
+typedef struct tracker_witness {
+    int64_t offset; /* -1 = none */
+    int64_t timestamp_ms;
+} tracker_witness;
 
-/* The metadata of a commit at reference->as_of, with its NUL. */
-void tracker_reference_print(const tracker_reference *reference, char out[TRACKER_REFERENCE_BYTES]);
+enum { TRACKER_REFERENCE_BYTES = 128 };
+
+/* The metadata of a commit, with its NUL; at reference->as_of, or without a reference (NULL). Empty when there is nothing to say. */
+void tracker_reference_print(const tracker_reference *reference, tracker_witness witness,
+                             char out[TRACKER_REFERENCE_BYTES]);
 
 typedef enum tracker_reference_kind {
     REFERENCE_NONE,  /* no metadata, or somebody else's */
@@ -39,7 +47,8 @@ typedef enum tracker_reference_kind {
     REFERENCE_NEWER, /* ours, of a version that this code does not know: as_of alone is not enough */
     REFERENCE_BROKEN /* ours by its first letters, and senseless */
 } tracker_reference_kind;
-tracker_reference_kind tracker_reference_parse(const char *metadata, int64_t as_of, tracker_reference *out);
+tracker_reference_kind tracker_reference_parse(const char *metadata, int64_t as_of, tracker_reference *out,
+                                               tracker_witness *witness);
 
 /* Is this CHECKPOINT the part of that number? */
 bool tracker_reference_part(const tracker_reference *reference, const kmq_marker *marker, uint32_t part);

@@ -177,8 +177,11 @@ struct tracker_part {
     bool hot; /* its queue may hold more */
     kmq_lease_book book;
     tracker_clock clock;
-    int64_t position;  /* the marker offset to be read next */
-    int64_t known_end; /* of M, a lower bound */
+    int64_t position;              /* the marker offset to be read next */
+    tracker_witness witness, last; /* by which M is known again; the record read last */
+    int64_t witness_ms;            /* not looked for again before */
+    bool suspect_witness;          /* the last look failed */
+    int64_t known_end;             /* of M, a lower bound */
     int64_t assigned_ms;
 
     /* the barrier: a CLOCK of our own, read back */
@@ -329,6 +332,8 @@ struct tracker {
 
     helper_pool asks, loads, reads;
     bool asking_commits;
+    bool witnessing; /* one partition at a time */
+    int64_t witness_ms;
     int64_t alarm_ms[ALARM_KINDS];
     int64_t n_redelivered, n_dead_lettered, n_gone;
 };
@@ -357,7 +362,8 @@ void tracker_token_want(tracker *t); /* a client asked for one */
 void tracker_recover(tracker *t, const kafka_partition *partitions,
                      size_t n); /* assigned: parts appear when it is known */
 void tracker_recover_again(tracker *t);
-void tracker_part_lost(tracker *t, tracker_part *part); /* its position is not in the log any more: begins afresh */
+/* Its position is not in the log any more, or (anew) the topic is another one: begins afresh. */
+void tracker_part_lost(tracker *t, tracker_part *part, bool anew);
 
 /* checkpoint.c */
 void tracker_checkpoint_step(tracker *t, tracker_part *part);
@@ -462,11 +468,19 @@ void tracker_taken(tracker_item *item); /* by its topic */
 void tracker_blocked_step(tracker *t, tracker_target *target);
 int64_t tracker_blocked_at(const tracker_target *target); /* when it wants to be called; INT64_MAX = never */
 
+/* witness.c: is a marker topic still the one that was read? */
+typedef enum tracker_seen { WITNESS_UNKNOWN, WITNESS_SAME, WITNESS_GONE, WITNESS_OTHER } tracker_seen;
+/* For a helper thread. Reads the witness back. WITNESS_UNKNOWN: see err. */
+tracker_seen tracker_witness_look(kafka_reader *reader, const char *markers, int32_t partition, tracker_witness witness,
+                                  kafka_error *err);
+void tracker_witness_step(tracker *t, tracker_part *part);
+
 /* past.c: a marker topic that was made anew under its name */
 void tracker_past_keep(tracker *t, const tracker_part *part); /* it is given up, or its position is lost */
-/* The partition begins again, with this commit and end. True: it is another one than before, when this was read and so much open. */
-bool tracker_past_take(tracker *t, const tracker_part *part, int64_t committed, int64_t high, int64_t *position,
-                       int64_t *open);
+/* The partition begins again, with this commit and end, or in a topic that is known to be another one (anew). True: it is another one than
+ * before, when this was read and so much open. */
+bool tracker_past_take(tracker *t, const tracker_part *part, bool anew, int64_t committed, int64_t high,
+                       int64_t *position, int64_t *open);
 
 /* redeliver.c */
 void tracker_item_wait(tracker *t, tracker_item *item, tracker_waits *waits,

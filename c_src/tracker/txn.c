@@ -499,10 +499,8 @@ static void begin(tracker *t, tracker_part *part)
     job->job.done = run_done;
     job->group = kafka_group_keep(txn->group);
     job->commit = (kafka_partition){.topic = job->markers, .partition = part->partition, .offset = value.offset};
-    if (value.reference) {
-        tracker_reference_print(value.reference, job->metadata);
-        job->commit.metadata = job->metadata;
-    }
+    tracker_reference_print(value.reference, part->witness, job->metadata);
+    if (job->metadata[0]) job->commit.metadata = job->metadata;
     job->target = target->topic;
     job->n_partitions = target->n_partitions;
     job->solo = job->n == 1 || t->now_ms < target->solo_until_ms;

@@ -14,13 +14,23 @@ static void there_and_back(void **state)
                               {INT64_MAX - 2, INT64_MAX - 1, INT64_MAX, 2, 77},
                               {5, 5, INT64_MAX, UINT32_MAX, 1}},
                       out;
-    for (size_t i = 0; i < sizeof in / sizeof in[0]; i++) {
-        char metadata[TRACKER_REFERENCE_BYTES];
-        tracker_reference_print(&in[i], metadata);
-        for (const char *c = metadata; *c; c++) assert_true(*c >= ' ' && *c < 0x7f);
-        assert_int_equal(tracker_reference_parse(metadata, in[i].as_of, &out), REFERENCE_OURS);
-        assert_true(in[i].as_of == out.as_of && in[i].first == out.first && in[i].last == out.last &&
-                    in[i].parts == out.parts && in[i].id == out.id);
+    tracker_witness witnesses[] = {{-1, 0}, {0, 0}, {99, INT64_C(1767225600000)}, {INT64_MAX, INT64_MIN}}, witness;
+    enum { REFERENCES = sizeof in / sizeof in[0], WITNESSES = sizeof witnesses / sizeof witnesses[0] };
+    char metadata[TRACKER_REFERENCE_BYTES];
+    for (size_t k = 0; k < WITNESSES; k++) {
+        for (size_t i = 0; i < REFERENCES; i++) {
+            tracker_reference_print(&in[i], witnesses[k], metadata);
+            assert_true(strlen(metadata) < sizeof metadata - 1);
+            for (const char *c = metadata; *c; c++) assert_true(*c >= ' ' && *c < 0x7f);
+            assert_int_equal(tracker_reference_parse(metadata, in[i].as_of, &out, &witness), REFERENCE_OURS);
+            assert_true(in[i].as_of == out.as_of && in[i].first == out.first && in[i].last == out.last &&
+                        in[i].parts == out.parts && in[i].id == out.id);
+            assert_true(witness.offset == witnesses[k].offset && witness.timestamp_ms == witnesses[k].timestamp_ms);
+        }
+        tracker_reference_print(NULL, witnesses[k], metadata);
+        assert_int_equal(metadata[0] == 0, k == 0);
+        assert_int_equal(tracker_reference_parse(metadata, 7, &out, &witness), REFERENCE_NONE);
+        assert_true(witness.offset == witnesses[k].offset && witness.timestamp_ms == witnesses[k].timestamp_ms);
     }
 }
 
@@ -31,26 +41,37 @@ static void odd_metadata(void **state)
         const char *metadata;
         int64_t as_of;
         tracker_reference_kind kind;
+        int64_t witness; /* its offset; 0 = none */
     } cases[] = {
-        {NULL, 1, REFERENCE_NONE},
-        {"", 1, REFERENCE_NONE},
-        {"another tool's", 1, REFERENCE_NONE},
-        {"ck2 1 2 3 4", 1, REFERENCE_NEWER},
-        {"ck", 1, REFERENCE_NEWER},
-        {"ck1 ", 1, REFERENCE_BROKEN},
-        {"ck1 broken", 1, REFERENCE_BROKEN},
-        {"ck1 1 2 3", 1, REFERENCE_BROKEN},
-        {"ck1 5 6 2 a x", 1, REFERENCE_BROKEN},
-        {"ck1 5 6 3 a", 1, REFERENCE_BROKEN}, /* three parts in two records */
-        {"ck1 5 4 1 a", 1, REFERENCE_BROKEN},
-        {"ck1 5 6 0 a", 1, REFERENCE_BROKEN},
-        {"ck1 5 6 2 a", 6, REFERENCE_BROKEN}, /* written before as_of */
-        {"ck1 5 6 2 a", -1, REFERENCE_BROKEN},
-        {"ck1 5 6 2 a", 5, REFERENCE_OURS},
+        {NULL, 1, REFERENCE_NONE, 0},
+        {"", 1, REFERENCE_NONE, 0},
+        {"another tool's", 1, REFERENCE_NONE, 0},
+        {"at1 5 6", 1, REFERENCE_NONE, 5},
+        {"at1 5", 1, REFERENCE_NONE, 0},
+        {"at1 5 6 7", 1, REFERENCE_NONE, 0},
+        {"at1 -5 6", 1, REFERENCE_NONE, 0},
+        {"at2 5 6", 1, REFERENCE_NONE, 0},
+        {"ck1 5 6 2 a 5", 5, REFERENCE_BROKEN, 0},
+        {"ck1 5 6 2 a 4 6 7", 5, REFERENCE_BROKEN, 0},
+        {"ck1 5 6 2 a 4 6", 5, REFERENCE_OURS, 4},
+        {"ck2 1 2 3 4", 1, REFERENCE_NEWER, 0},
+        {"ck", 1, REFERENCE_NEWER, 0},
+        {"ck1 ", 1, REFERENCE_BROKEN, 0},
+        {"ck1 broken", 1, REFERENCE_BROKEN, 0},
+        {"ck1 1 2 3", 1, REFERENCE_BROKEN, 0},
+        {"ck1 5 6 2 a x", 1, REFERENCE_BROKEN, 0},
+        {"ck1 5 6 3 a", 1, REFERENCE_BROKEN, 0}, /* three parts in two records */
+        {"ck1 5 4 1 a", 1, REFERENCE_BROKEN, 0},
+        {"ck1 5 6 0 a", 1, REFERENCE_BROKEN, 0},
+        {"ck1 5 6 2 a", 6, REFERENCE_BROKEN, 0}, /* written before as_of */
+        {"ck1 5 6 2 a", -1, REFERENCE_BROKEN, 0},
+        {"ck1 5 6 2 a", 5, REFERENCE_OURS, 0},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         tracker_reference out;
-        assert_int_equal(tracker_reference_parse(cases[i].metadata, cases[i].as_of, &out), cases[i].kind);
+        tracker_witness witness;
+        assert_int_equal(tracker_reference_parse(cases[i].metadata, cases[i].as_of, &out, &witness), cases[i].kind);
+        assert_int_equal(witness.offset, cases[i].witness ? cases[i].witness : -1);
         assert_int_equal(out.as_of, cases[i].kind == REFERENCE_OURS ? cases[i].as_of : -1);
     }
 }

@@ -3,8 +3,10 @@ defmodule Kmq.Integration.MarkersAnewTest do
   use Kmq.Test.ClusterCase, on: :kafka
 
   import ExUnit.CaptureLog
+  import Kmq.Test.LeftBehind
+
   alias Kmq.{Consumer, Tracker}
-  alias Kmq.Test.Scene
+  alias Kmq.Test.{Markers, Scene, VM}
 
   defp create(cluster, markers) do
     config = [{"message.timestamp.type", "LogAppendTime"}]
@@ -90,6 +92,93 @@ defmodule Kmq.Integration.MarkersAnewTest do
       assert from > 0
       assert length(held) == 9
       assert Consumer.stop(consumer) == :ok
+    end
+  end
+
+  # To whoever goes on reading by offsets nothing has happened.
+  describe "made anew and grown past where the tracker was" do
+    setup %{cluster: cluster} do
+      listen()
+      topic = queue(cluster, 1)
+      options = options(cluster, topic, tracker: :external, backoff: [0])
+      publish(cluster, topic, for(i <- 0..9, do: "#{i}"))
+      left_behind(cluster, topic, options)
+      on_exit(fn -> Application.delete_env(:kmq, :tracker_settings) end)
+      %{topic: topic, options: options, markers: markers(topic, options)}
+    end
+
+    # Four are open, or have been; then the tracker stands still until the topic is another one that is longer.
+    defp anew(context, tracker, open) do
+      %{cluster: cluster, topic: topic, options: options} = context
+      mark(cluster, topic, options, for(i <- 0..3, do: Markers.start(0, i, 600_000)))
+
+      if open == 0,
+        do: mark(cluster, topic, options, for(i <- 0..3, do: Markers.done(0, i)))
+
+      [{0, high}] = high(cluster, context.markers, 1)
+
+      {position, committed} =
+        eventually(fn ->
+          with {:ok, %{partitions: [%{open: ^open, position: p, committed: c}]}}
+               when p >= high and c >= 0 and (open > 0 or c == p) <- Tracker.info(tracker),
+               do: {p, c},
+               else: (_ -> nil)
+        end)
+
+      {:ok, %{os_pid: os_pid}} = Tracker.info(tracker)
+      VM.signal(os_pid, :stop)
+      :ok = Kmq.Test.Kafka.delete_topic(cluster.hosts, context.markers)
+      create(cluster, context.markers)
+      # what lies below the position is due at once, the rest is somebody else's
+      new = for(i <- 5..9, do: Markers.start(0, i, 0))
+      rest = for(i <- 1..(position + 20), do: Markers.done(0, 1_000 + i))
+      mark(cluster, topic, options, new ++ rest)
+      VM.signal(os_pid, :cont)
+      {committed, os_pid}
+    end
+
+    defp all_of_the_new_one(%{cluster: cluster, topic: topic}, tracker) do
+      eventually(fn -> assert length(copies(cluster, topic)) == 5 end, 30_000)
+      nothing_open(tracker, 30_000)
+      values = copies(cluster, topic) |> Enum.map(& &1.value) |> Enum.sort()
+      assert values == for(i <- 5..9, do: "#{i}")
+    end
+
+    test "a tracker that goes on reading finds out", context do
+      Application.put_env(:kmq, :tracker_settings, %{witness_ms: 500})
+      tracker = tracker(context.options)
+      anew(context, tracker, 4)
+
+      assert_receive {[:kmq, :offset_reset], %{to: 0, open: 4},
+                      %{partition: 0, reason: :marker_gap, cause: :recreated}},
+                     scaled(30_000)
+
+      all_of_the_new_one(context, tracker)
+      refute_received {[:kmq, :offset_reset], _, %{reason: :marker_gap}}
+    end
+
+    test "one that begins at a commit which was made too late finds out", context do
+      Application.put_env(:kmq, :tracker_settings, %{witness_ms: 600_000})
+      tracker = tracker(context.options)
+      {before, os_pid} = anew(context, tracker, 0)
+      group = Tracker.tracker_group(context.options[:group_id])
+
+      eventually(
+        fn ->
+          [{0, offset}] = committed(context.cluster, group, context.markers, 1)
+          offset > before
+        end,
+        20_000
+      )
+
+      VM.signal(os_pid, :kill)
+
+      assert_receive {[:kmq, :offset_reset], %{from: from, to: 0},
+                      %{partition: 0, reason: :marker_gap, cause: :recreated}},
+                     scaled(30_000)
+
+      assert from > before
+      all_of_the_new_one(context, tracker)
     end
   end
 end
