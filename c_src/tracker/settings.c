@@ -61,12 +61,24 @@ static char *file_content(const char *path)
 /* An owned copy of what the value stands for; NULL when it stands for nothing. */
 static char *resolved(const char *value)
 {
+    errno = 0;
     if (strncmp(value, "file:", 5) == 0) return file_content(value + 5);
     if (strncmp(value, "env:", 4) == 0) {
         value = getenv(value + 4);
         if (!value) return NULL;
     }
     return strdup(value);
+}
+
+/* Right after resolved() has given NULL. A name, but never what it names, is told. */
+static const char *unresolved(const char *path, int line, const char *key, const char *value)
+{
+    int error = errno;
+    if (strncmp(value, "env:", 4) == 0) return wrong(path, line, "%s: %s is not in the environment", key, value + 4);
+    if (strncmp(value, "file:", 5) == 0)
+        return wrong(path, line, "%s: %s: %s", key, value + 5,
+                     error ? strerror(error) : "cannot be read, or is no text");
+    return wrong(path, line, "%s: no memory", key);
 }
 
 static bool number(const char *value, int64_t least, int64_t *out)
@@ -90,7 +102,8 @@ static bool flag(const char *value, const char *yes, const char *no, bool *out)
 typedef struct reading {
     tracker_settings *settings;
     size_t cap_props, cap_queues;
-    uint32_t seen; /* keys that may come once */
+    uint32_t seen;      /* keys that may come once */
+    char expected[128]; /* of a value that was BAD */
     kafka_error error;
 } reading;
 
@@ -144,7 +157,15 @@ static char **queue_field(tracker_config *config, const char *key)
                                                : NULL;
 }
 
-typedef enum outcome { GOOD, UNKNOWN, BAD, TWICE, NO_TOPIC, NO_PROPERTY } outcome;
+/* Is it queue_field's, though there may be no such queue? */
+static bool queue_key(const char *key)
+{
+    const char *dot = strrchr(key, '.');
+    return strncmp(key, "queue.", 6) == 0 && dot > key + 6 &&
+           (strcmp(dot, ".markers") == 0 || strcmp(dot, ".dead_letters") == 0 || strcmp(dot, ".copies") == 0);
+}
+
+typedef enum outcome { GOOD, UNKNOWN, BAD, TWICE, NO_TOPIC, NO_QUEUE, NO_PROPERTY, NO_MEMORY } outcome;
 
 #define TOPIC_RULE "a topic's name has 1 to 249 of the characters a-z A-Z 0-9 . _ - and is not . or .."
 
@@ -193,9 +214,13 @@ static outcome set(reading *r, const char *key, char **value)
         if (strcmp(key, i < NUMBERS ? numbers[i].key : flags[i - NUMBERS].key) != 0) continue;
         if (r->seen & 1u << i) return TWICE;
         r->seen |= 1u << i;
-        bool ok = i < NUMBERS ? number(*value, numbers[i].least, numbers[i].number)
-                              : flag(*value, flags[i - NUMBERS].yes, flags[i - NUMBERS].no, flags[i - NUMBERS].flag);
-        return ok ? GOOD : BAD;
+        if (i < NUMBERS) {
+            snprintf(r->expected, sizeof r->expected, "a whole number from %lld on", (long long)numbers[i].least);
+            return number(*value, numbers[i].least, numbers[i].number) ? GOOD : BAD;
+        }
+        const char *yes = flags[i - NUMBERS].yes, *no = flags[i - NUMBERS].no;
+        snprintf(r->expected, sizeof r->expected, "%s or %s", yes, no);
+        return flag(*value, yes, no, flags[i - NUMBERS].flag) ? GOOD : BAD;
     }
     if (strncmp(key, "kafka.", 6) == 0 && key[6]) {
         for (size_t i = 0; i < config->n_props; i++)
@@ -203,19 +228,22 @@ static outcome set(reading *r, const char *key, char **value)
         /* found out by a client, it would be an alarm for ever; "?" would make it optional */
         if (key[6] == '?') return UNKNOWN;
         if (kafka_property_check(&(kafka_property){key + 6, *value}, &r->error) != KAFKA_OK) return NO_PROPERTY;
-        if (!prop_add(r, key + 6, *value)) return BAD;
+        if (!prop_add(r, key + 6, *value)) return NO_MEMORY;
         *value = NULL;
         return GOOD;
     }
     if (strcmp(key, "queue") == 0) {
         if (queue_of(config, *value, strlen(*value))) return TWICE;
         if (!topic_name(*value)) return NO_TOPIC;
-        if (!queue_add(r, *value)) return BAD;
+        if (!queue_add(r, *value)) return NO_MEMORY;
         *value = NULL;
         return GOOD;
     }
     if (strcmp(key, "backoff") == 0) {
         if (config->spacing.given) return TWICE;
+        snprintf(
+            r->expected, sizeof r->expected,
+            "exponential MIN MAX FACTOR JITTER, linear MIN MAX STEP JITTER, or list JITTER MS MS ...; jitter 0 to 1");
         return tracker_spacing_parse(*value, &config->spacing) ? GOOD : BAD;
     }
     char **text = strcmp(key, "group") == 0           ? &config->group
@@ -225,6 +253,7 @@ static outcome set(reading *r, const char *key, char **value)
                   : strcmp(key, "token_file") == 0    ? &settings->token_file
                   : strncmp(key, "queue.", 6) == 0    ? queue_field(config, key)
                                                       : NULL;
+    if (!text && queue_key(key)) return NO_QUEUE;
     if (text && strncmp(key, "queue.", 6) == 0 && !topic_name(*value)) return NO_TOPIC;
     return text ? set_text(text, value) : UNKNOWN;
 }
@@ -332,16 +361,23 @@ static const char *read_line(reading *r, const char *path, int line, char *text)
     if (!equals) return wrong(path, line, "not \"key = value\"");
     *equals = 0;
     key = strip(key);
-    char *value = resolved(strip(equals + 1));
-    if (!value) return wrong(path, line, "%s: what its value refers to cannot be read", key);
-    outcome result = *value ? set(r, key, &value) : BAD;
+    const char *given = strip(equals + 1);
+    char *value = resolved(given);
+    if (!value) return unresolved(path, line, key, given);
+    if (!*value) {
+        free(value);
+        return wrong(path, line, "%s: has no value", key);
+    }
+    outcome result = set(r, key, &value);
     free(value); /* what has been taken is NULL here; the value itself is never shown: it may be a secret */
     switch (result) {
     case GOOD: break;
     case UNKNOWN: return wrong(path, line, "unknown key %s", key);
-    case BAD: return wrong(path, line, "%s: not a value it can have", key);
+    case BAD: return wrong(path, line, "%s: not a value it can have: %s", key, r->expected);
     case TWICE: return wrong(path, line, "%s comes twice", key);
     case NO_TOPIC: return wrong(path, line, "%s: " TOPIC_RULE, key);
+    case NO_QUEUE: return wrong(path, line, "%s: there is no \"queue = ...\" of that name above it", key);
+    case NO_MEMORY: return wrong(path, line, "%s: no memory", key);
     case NO_PROPERTY: return wrong(path, line, "kafka.%s", r->error.text);
     }
     return NULL;
