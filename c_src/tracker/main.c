@@ -3,6 +3,9 @@
  *
  * Exit status: 0 orderly end (stop, end of stdin, SIGTERM); 1 a malformed frame; 2 cannot start or go on; 3 no memory.
  * SIGPIPE is ignored (EPIPE counts as the end of stdin). SIGALRM, set when the end begins, is the guard behind it. */
+#ifdef __linux__
+#define _GNU_SOURCE /* pthread_setattr_default_np */
+#endif
 #include <ei.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -12,6 +15,10 @@
 #include <unistd.h>
 #ifdef __linux__
 #include <sys/prctl.h>
+#endif
+#ifdef __GLIBC__
+#include <malloc.h>
+#include <pthread.h>
 #endif
 
 #include "frame.h"
@@ -41,8 +48,23 @@ static void handle(int number, void (*handler)(int))
     sigaction(number, &action, NULL);
 }
 
+/* The C library would reserve 8 MiB of address space for the stack of each thread (librdkafka has some thirty) and 64 for each of its
+ * heaps: more than a gigabyte of which a few are used. This way it runs under `ulimit -v 524288`, too. */
+static void be_modest(void)
+{
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__)
+    enum { STACK_BYTES = 1 << 20, HEAPS = 4 };
+    pthread_attr_t attributes;
+    mallopt(M_ARENA_MAX, HEAPS);
+    if (pthread_attr_init(&attributes)) return;
+    if (pthread_attr_setstacksize(&attributes, STACK_BYTES) == 0) pthread_setattr_default_np(&attributes);
+    pthread_attr_destroy(&attributes);
+#endif
+}
+
 int main(int argc, char **argv)
 {
+    be_modest();
     static tracker_settings settings; /* outlives main's frame in threads */
     bool daemon = argc == 3 && strcmp(argv[1], "--config") == 0;
     if (argc > 1 && !daemon) {
