@@ -12,6 +12,7 @@
 #   make bench-growth    cost of more partitions, open messages, bytes, demand; schedulers and memory
 #   make bench-idle      what an idle consumer, publisher and tracker cost; each one's arguments are in the head of bench/NAME.exs
 #   make bench-redelivery  the tracker: how fast, in both ways of redelivery
+#   make bench-delay     how late delayed messages are when thousands are due in a second
 #   make bench-core      the core's data structures alone   make lint            formats, warnings, clang-tidy, shellcheck
 #   make setup           what a build needs                 make setup-test      what the tests need, Kafka's jars included
 #   make format          as lint wants it                   make docs            HTML, where ex_doc is; make clean
@@ -35,7 +36,7 @@ export LC_ALL ?= C.UTF-8
 export KMQ_WERROR := $(WERROR)
 export WERROR
 
-.PHONY: help demo test test-long test-asan bench bench-quick bench-latency bench-growth bench-idle bench-plots bench-redelivery bench-core check check-deps coverage tsan lint format docs setup setup-test clean
+.PHONY: help demo test test-long test-asan bench bench-quick bench-latency bench-growth bench-idle bench-plots bench-redelivery bench-delay bench-core check check-deps coverage tsan lint format docs setup setup-test clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^An Elixir/,$$d'
@@ -124,6 +125,10 @@ bench-quick:
 bench-redelivery: setup-test
 	@MIX_ENV=prod mix compile
 	@MIX_ENV=prod mix run --no-start bench/redelivery.exs $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
+
+bench-delay: setup-test
+	@MIX_ENV=prod mix compile
+	@$(call measure,prod,delay)
 
 bench-core: setup
 	@$(C) VARIANT=release ../_build/c/release/bench_core

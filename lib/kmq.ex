@@ -34,7 +34,8 @@ defmodule Kmq do
   @typedoc """
   Why a message was not settled. None of them is lost.
 
-    * `:late` - its time limit had passed, or its partition belongs to someone else by now: it comes again
+    * `:late` - its time limit had passed, or its partition belongs to someone else by now: it comes again. An action
+      that settles is told so once, then `:unknown`
     * `:unknown` - it is not in work: it was settled before, or never handed out
     * `:closed` - the consumer is closed: it comes again after its lease
     * `:enomem` - no memory for it: it is as before

@@ -135,6 +135,25 @@ size_t kmq_lease_book_take_due(kmq_lease_book *book, int64_t now_ms, int64_t bel
     return n;
 }
 
+void kmq_lease_book_coming(const kmq_lease_book *book, int64_t after_ms, int64_t until_ms,
+                           bool (*each)(void *ctx, int64_t offset), void *ctx)
+{
+    kmq_lease_path path;
+    int64_t from = 0;
+    if (until_ms == INT64_MAX) until_ms--; /* INT64_MAX is never due */
+    while (kmq_lease_tree_seek_due(&book->tree, from, until_ms, &path)) {
+        do {
+            const kmq_lease *lease = kmq_lease_tree_at(&book->tree, &path);
+            kmq_range run = {.hi = lease->lo};
+            from = kmq_lease_end(lease);
+            if (lease->cause == KMQ_RETRY_CRASH || lease->due_ms <= after_ms) continue;
+            while (kmq_lease_open_run(book, lease, run.hi, &run))
+                for (int64_t o = run.lo; o < run.hi; o++)
+                    if (!each(ctx, o)) return;
+        } while (kmq_lease_tree_next_due(&book->tree, &path, until_ms));
+    }
+}
+
 int kmq_lease_book_give_back(kmq_lease_book *book, int64_t offset)
 {
     const kmq_lease *lease = kmq_lease_lookup(book, offset);

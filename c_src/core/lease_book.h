@@ -80,6 +80,10 @@ int kmq_lease_book_give_back(kmq_lease_book *book, int64_t offset);
 /* Is it open and in flight, and is what it is due for still true at now (no renewal read meanwhile)? For the last look
  * before a copy. */
 bool kmq_lease_book_still_due(const kmq_lease_book *book, int64_t offset, int64_t now_ms);
+/* What will be due by somebody's wish, a PARK or a RETRY (a lease is renewed before it lapses), after after_ms and by until_ms,
+ * and is not in flight: calls each, in offset order, until it says false. Nothing is taken. O(what is due by until_ms). */
+void kmq_lease_book_coming(const kmq_lease_book *book, int64_t after_ms, int64_t until_ms,
+                           bool (*each)(void *ctx, int64_t offset), void *ctx);
 int64_t kmq_lease_book_next_due(const kmq_lease_book *book); /* of what is not in flight; INT64_MAX = none */
 int64_t kmq_lease_book_floor(const kmq_lease_book *book);    /* smallest marker offset to replay; -1 = nothing open */
 int64_t kmq_lease_book_open(const kmq_lease_book *book);

@@ -223,6 +223,7 @@ static void parts_clear(tracker *t)
         part->records = NULL;
         tracker_past_keep(t, part);
         tracker_checkpoint_drop(part);
+        tracker_ahead_drop(t, part);
         tracker_txn_part_drop(t, part);
         tracker_part_put(part);
     }
@@ -445,7 +446,8 @@ static void begin(tracker *t)
         t->threads[i] = tracker_thread_new(&t->config, &t->token);
     if (helper_start(&t->asks, t->jobs_wake[1], t->threads, 1) ||
         helper_start(&t->loads, t->jobs_wake[1], t->threads + 1, 2) ||
-        helper_start(&t->reads, t->jobs_wake[1], t->threads + 3, 5)) {
+        helper_start(&t->reads, t->jobs_wake[1], t->threads + 3, 5) ||
+        helper_start(&t->aheads, t->jobs_wake[1], t->threads + 8, 1)) {
         fputs("kmq_tracker: cannot start threads\n", stderr);
         t->status = 2;
         t->mode = MODE_ENDED;
@@ -536,7 +538,7 @@ static void reply_info(tracker *t, int64_t id)
 {
     ei_x_buff *out = &t->scratch;
     tracker_reply_begin(out, id);
-    ei_x_encode_map_header(out, 9);
+    ei_x_encode_map_header(out, 11);
     tracker_pair_atom(out, "state", mode_name(t->mode));
     tracker_pair_int(out, "uptime_ms", t->now_ms - t->started_ms);
     tracker_pair_text(out, "librdkafka", kafka_version());
@@ -544,6 +546,8 @@ static void reply_info(tracker *t, int64_t id)
     tracker_pair_int(out, "redelivered", t->n_redelivered);
     tracker_pair_int(out, "dead_lettered", t->n_dead_lettered);
     tracker_pair_int(out, "gone", t->n_gone);
+    tracker_pair_int(out, "read_ahead", t->n_ahead);
+    tracker_pair_int(out, "read_ahead_bytes", (int64_t)t->ahead_bytes);
     tracker_pair_int(out, "unacknowledged_ends", (int64_t)t->n_ends);
     tracker_put_atom(out, "partitions");
     for (tracker_part *part = t->parts; part; part = part->next) {
@@ -762,7 +766,7 @@ static void jobs_done(tracker *t)
     helper_job *job;
     if (!t->queues) return;
     while ((job = helper_take(&t->asks)) || (job = helper_take(&t->loads)) || (job = helper_take(&t->reads)) ||
-           (job = tracker_txn_done(t)))
+           (job = helper_take(&t->aheads)) || (job = tracker_txn_done(t)))
         job->done(job, t);
 }
 
@@ -820,12 +824,15 @@ static void turn(tracker *t)
         next = part->next; /* reading may replace it */
         if (part->hot) tracker_part_read(t, part);
     }
+    bool planned = false;
     for (tracker_part *part = t->parts; part; part = part->next) {
         tracker_part_step(t, part);
-        tracker_redeliver_take(t, part);
+        planned |= tracker_redeliver_take(t, part);
+        tracker_ahead_step(t, part);
         tracker_checkpoint_step(t, part);
         tracker_trim_step(t, part);
     }
+    if (planned) tracker_redeliver_step(t);
     for (tracker_part *part = t->parts; part && !t->witnessing; part = part->next) tracker_witness_step(t, part);
     tracker_txn_step(t);
     parts_rotate(t);

@@ -45,6 +45,7 @@ tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partiti
     part->assigned_ms = t->now_ms;
     part->ask_pause_ms = ASK_PAUSE_MIN_MS;
     part->mark_every_ms = TRACKER_TICK_MS;
+    part->ahead.period_ms = TRACKER_AHEAD_MS;
     if (kmq_lease_book_init(&part->book, &libc) != KMQ_OK) tracker_no_memory();
     tracker_clock_init(&part->clock, t->now_ms);
     return part;
@@ -269,6 +270,7 @@ int64_t tracker_part_wait(const tracker *t, const tracker_part *part)
     }
     if (part->state == PART_READY && (part->n_held || !part->warm) && !part->asking && part->ask_ms - t->now_ms < wait)
         wait = part->ask_ms - t->now_ms;
+    if (part->state == PART_READY && tracker_ahead_wait(t, part) < wait) wait = tracker_ahead_wait(t, part);
     return wait < 0 ? 0 : wait;
 }
 

@@ -430,6 +430,7 @@ void tracker_part_lost(tracker *t, tracker_part *part, bool anew)
     part->gone = true; /* what is under way for the old book no longer touches it */
     part->hot = false;
     tracker_checkpoint_drop(part);
+    tracker_ahead_drop(t, part);
     tracker_txn_part_drop(t, part);
     recover_job *recover = recover_new(t, 1);
     recover->restart = true;

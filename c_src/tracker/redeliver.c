@@ -1,7 +1,7 @@
 /* redeliver - due offsets: read back from Q, judged once more, copied, ended.
  *
  *   book --take--> read (helper thread, exact offsets) --> still due? --> fate --> planned at its target --> producer
- *                                                     \-> gone: END gone
+ *             \--> was read ahead (ahead.c) ------------/             \-> gone: END gone
  *
  * Bounds: TRACKER_BATCH offsets and TRACKER_BATCH_BYTES a read, TRACKER_PART_ACTIVE and TRACKER_ACTIVE offsets under way,
  * TRACKER_ACTIVE_BYTES of payloads here, and the producer's own queue limits; a token bucket over all.
@@ -275,10 +275,41 @@ void tracker_item_reread(tracker *t, tracker_item *item)
     give(t, part, read);
 }
 
+/* What was read ahead is ready; the rest into one read. */
+static bool ready(tracker *t, tracker_part *part, tracker_item **items, size_t n)
+{
+    read_job *read = tracker_alloc(sizeof *read + n * sizeof(tracker_item *));
+    size_t n_ready = 0;
+    read->offsets = tracker_alloc(n * sizeof *read->offsets);
+    for (size_t i = 0; i < n; i++) {
+        tracker_item *item = items[i];
+        item->payload = tracker_ahead_take(t, part, item->offset);
+        if (!item->payload) {
+            read->offsets[read->n] = item->offset;
+            read->items[read->n++] = item;
+            continue;
+        }
+        item->known = item->found = true;
+        t->active_bytes += item->payload->bytes;
+        items[n_ready++] = item;
+    }
+    t->n_ahead += (int64_t)n_ready;
+    read->n_offsets = read->n;
+    if (read->n) {
+        give(t, part, read);
+    } else {
+        free(read->offsets);
+        free(read);
+    }
+    for (size_t i = 0; i < n_ready; i++) plan(t, items[i], false);
+    return n_ready > 0;
+}
+
 /* One batch; false: nothing more for now. */
-static bool take(tracker *t, tracker_part *part)
+static bool take(tracker *t, tracker_part *part, bool *planned)
 {
     kmq_due due[TRACKER_BATCH];
+    tracker_item *items[TRACKER_BATCH];
     size_t want = part->batch, below = 0;
     if (part->n_reads >= PART_READS || t->n_reads >= TRACKER_READS || t->active_bytes >= TRACKER_ACTIVE_BYTES ||
         t->now_ms < part->read_pause_ms)
@@ -291,29 +322,24 @@ static bool take(tracker *t, tracker_part *part)
     if (granted == 0) return false;
     size_t n = kmq_lease_book_take_due(&part->book, part->decide_ms, INT64_MAX, due, granted);
     while (below < n && due[below].offset < part->below) below++; /* they come in offset order */
-    read_job *read = below ? tracker_alloc(sizeof *read + below * sizeof(tracker_item *)) : NULL;
-    if (read) read->offsets = tracker_alloc(below * sizeof *read->offsets);
-    for (size_t i = 0; i < below; i++) {
-        read->items[i] = item_new(t, part, &due[i]);
-        read->offsets[i] = due[i].offset;
-    }
+    for (size_t i = 0; i < below; i++) items[i] = item_new(t, part, &due[i]);
     for (size_t i = below; i < n; i++) hold(t, part, due[i].offset);
     /* the rate is for what failed: what was only delayed is not late because of it */
     size_t parked = 0;
     for (size_t i = 0; i < below; i++) parked += (due[i].flags & KMQ_FLAG_PARKED) != 0;
     tracker_rate_back(&t->rate, granted - below + parked);
-    if (!read) return n == granted;
-    read->n = read->n_offsets = below;
-    give(t, part, read);
+    if (below) *planned |= ready(t, part, items, below);
     return n == granted;
 }
 
-void tracker_redeliver_take(tracker *t, tracker_part *part)
+bool tracker_redeliver_take(tracker *t, tracker_part *part)
 {
-    if (t->mode != MODE_RUNNING || part->gone || part->state != PART_READY) return;
-    if (tracker_now_ms() >= part->decide_until_ms) return; /* a clock of its own: we may just have been asleep */
-    if (t->config.transactional && !tracker_txn_may_take(t, part)) return;
-    while (take(t, part)) continue;
+    bool planned = false;
+    if (t->mode != MODE_RUNNING || part->gone || part->state != PART_READY) return false;
+    if (tracker_now_ms() >= part->decide_until_ms) return false; /* a clock of its own: we may just have been asleep */
+    if (t->config.transactional && !tracker_txn_may_take(t, part)) return false;
+    while (take(t, part, &planned)) continue;
+    return planned;
 }
 
 /* A read whose result nobody wants: the first of a client takes up to a second (connections, metadata), and is not to be made when

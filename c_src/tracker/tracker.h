@@ -5,7 +5,7 @@
  *      consumer of M --+-> part (one per assigned marker partition): lease book, log time, barrier, commit
  *                      |        | due offsets, below the group's commit, after a CLOCK was read back
  *                      |        v
- *      helper threads -+-> reads of Q (exact offsets), commits of the group, do topics exist
+ *      helper threads -+-> reads of Q (exact offsets; also ahead of their time), commits of the group, do topics exist
  *                      |        v
  *      producer -------+-> copies and dead letters --acknowledged--> ENDs --acknowledged--> forgotten
  *
@@ -53,6 +53,8 @@ enum {
     TRACKER_ACTIVE = 32000,          /* the same, of all */
     TRACKER_ACTIVE_BYTES = 96 << 20, /* of payloads read and not yet given to the producer */
     TRACKER_READS = 8,               /* reads of Q given to the helper threads */
+    TRACKER_AHEAD_BYTES = 32 << 20,  /* of payloads that are not due yet */
+    TRACKER_AHEAD_MS = 500,          /* between two passes that read ahead, at least */
     TRACKER_FRESH_MS = 500,          /* how long a barrier's proof holds */
     TRACKER_PAUSE_MS = 2000,         /* a copy that failed is tried again after */
     TRACKER_END_PAUSE_MS = 250,      /* an END that failed */
@@ -72,6 +74,7 @@ typedef struct tracker_item tracker_item;
 typedef struct tracker_past tracker_past;
 typedef struct tracker_checkpoint tracker_checkpoint;
 typedef struct tracker_lane tracker_lane;
+typedef struct tracker_pass tracker_pass;
 
 /* What was given to the producer and not yet reported; in a ring, so that nothing is lost when the producer is rebuilt. */
 typedef enum tracker_send_kind {
@@ -203,6 +206,10 @@ struct tracker_part {
     size_t batch; /* adapts to the size of the records */
     bool suspect; /* its last read failed */
     int64_t read_pause_ms;
+    struct tracker_ahead { /* ahead.c's */
+        tracker_pass *first, *last;
+        int64_t at_ms, wanted_ms, period_ms; /* no pass before; one has been wanted since, 0 = no; between two */
+    } ahead;
 
     tracker_end *ends; /* of this turn of the loop */
     size_t n_ends, cap_ends;
@@ -317,11 +324,13 @@ struct tracker {
 
     uint64_t instance; /* high bits random, low bits count CLOCKs */
     tracker_lane *lanes[TRACKER_LANES];
-    size_t n_txns;     /* that run */
-    void *threads[8];  /* what the helper threads keep: one that asks, one that trims, one that loads, five that read */
+    size_t n_txns; /* that run */
+    void *threads
+        [9]; /* what the helper threads keep: one that asks, one that trims, one that loads, five that read, one ahead */
     tracker_send sent; /* ring */
     size_t n_copies, n_ends;
-    size_t n_active, active_bytes, n_reads;
+    size_t n_active, active_bytes, n_reads, ahead_bytes;
+    bool reading_ahead;
     tracker_waits pauses;
     kmq_heap spaced;      /* crashed, or in work for too long: not before their backoff is over */
     tracker_part *ending; /* parts with ENDs to be written, gone ones too */
@@ -330,12 +339,12 @@ struct tracker {
     bool more_reports, check_fatal;
     int64_t producer_retry_ms;
 
-    helper_pool asks, loads, reads;
+    helper_pool asks, loads, reads, aheads;
     bool asking_commits;
     bool witnessing; /* one partition at a time */
     int64_t witness_ms;
     int64_t alarm_ms[ALARM_KINDS];
-    int64_t n_redelivered, n_dead_lettered, n_gone;
+    int64_t n_redelivered, n_dead_lettered, n_gone, n_ahead /* of what was due: read before */;
 };
 
 /* loop.c */
@@ -482,12 +491,19 @@ void tracker_past_keep(tracker *t, const tracker_part *part); /* it is given up,
 bool tracker_past_take(tracker *t, const tracker_part *part, bool anew, int64_t committed, int64_t high,
                        int64_t *position, int64_t *open);
 
+/* ahead.c: what will soon be due is read before */
+void tracker_ahead_step(tracker *t, tracker_part *part);
+int64_t tracker_ahead_wait(const tracker *t, const tracker_part *part);
+tracker_payload *tracker_ahead_take(tracker *t, tracker_part *part, int64_t offset); /* the caller's; NULL: not read */
+void tracker_ahead_drop(tracker *t, tracker_part *part);                             /* the partition is gone */
+
 /* redeliver.c */
 void tracker_item_wait(tracker *t, tracker_item *item, tracker_waits *waits,
                        int64_t until_ms); /* without its payload */
 void tracker_waits_release(tracker_waits *waits, int64_t now_ms, size_t most);
 void tracker_item_reread(tracker *t, tracker_item *item); /* its payload is gone, it is to be sent again all the same */
-void tracker_redeliver_take(tracker *t, tracker_part *part); /* what is due and decided, into reads */
+/* What is due and decided, into reads, or planned at once where it was read ahead. True: tracker_redeliver_step has work. */
+bool tracker_redeliver_take(tracker *t, tracker_part *part);
 void tracker_reader_warm(tracker *t, const tracker_part *part);
 void tracker_redeliver_step(tracker *t); /* planned copies to the producer, pauses, targets */
 int64_t tracker_redeliver_wait(const tracker *t);

@@ -444,6 +444,39 @@ static void take_and_compare(kmq_rng *rng, struct naive *naive, kmq_lease_book *
     assert_int_equal(n, got);
 }
 
+struct coming {
+    const struct naive *naive;
+    int64_t after_ms, until_ms, at; /* cells before `at` are looked at */
+    size_t n, most;
+};
+
+static bool comes(const struct coming *coming, int64_t i)
+{
+    const struct cell *cell = &coming->naive->cells[i];
+    return naive_due(cell, coming->until_ms) && cell->due_ms > coming->after_ms && cell->cause != KMQ_RETRY_CRASH;
+}
+
+static bool one_comes(void *ctx, int64_t offset)
+{
+    struct coming *coming = ctx;
+    int64_t i = offset - coming->naive->base;
+    for (; coming->at < i; coming->at++) assert_false(comes(coming, coming->at));
+    assert_int_equal(coming->at, i);
+    assert_true(comes(coming, coming->at++));
+    return ++coming->n < coming->most;
+}
+
+static void compare_coming(kmq_rng *rng, const struct naive *naive, const kmq_lease_book *book, int64_t after_ms)
+{
+    struct coming coming = {
+        .naive = naive, .after_ms = after_ms, .until_ms = after_ms + (int64_t)kmq_rng_below(rng, 40)};
+    if (kmq_rng_chance(rng, 9)) coming.until_ms = INT64_MAX;
+    coming.most = kmq_rng_chance(rng, 3) ? 1 + (size_t)kmq_rng_below(rng, 9) : SIZE_MAX;
+    kmq_lease_book_coming(book, coming.after_ms, coming.until_ms, one_comes, &coming);
+    if (coming.n == coming.most) return;
+    for (; coming.at < CELLS; coming.at++) assert_false(comes(&coming, coming.at));
+}
+
 static struct naive model;
 
 static void model_run(kmq_rng *rng, int64_t base, int64_t span, int64_t ops)
@@ -465,6 +498,7 @@ static void model_run(kmq_rng *rng, int64_t base, int64_t span, int64_t ops)
             assert_int_equal(op_apply(&op, &book, i), KMQ_OK);
             op_apply_naive(&op, &model, i);
         } else if (what < 17) {
+            compare_coming(rng, &model, &book, clock + (int64_t)kmq_rng_below(rng, 20) - 10);
             take_and_compare(rng, &model, &book, clock + (int64_t)kmq_rng_below(rng, 20), span);
         } else {
             assert_int_equal(kmq_lease_book_give_back(&book, base + at), KMQ_OK);

@@ -21,8 +21,9 @@ defmodule Kmq.Integration.TrackerTimeTest do
   # n messages, the group's commit behind the last of them, its consumer gone; the markers are the test's.
   defp scene(cluster, n, extra \\ []) do
     topic = queue(cluster, 1)
+    {value, extra} = Keyword.pop(extra, :value)
     options = options(cluster, topic, [tracker: :external, backoff: [0]] ++ extra)
-    publish(cluster, topic, for(i <- 0..(n - 1), do: "#{i}"))
+    publish(cluster, topic, for(i <- 0..(n - 1), do: value || "#{i}"))
     if options[:allow_create_time], do: :ok = create_time(cluster, topic, options[:group_id])
     consumer = consumer(options)
     consumer |> pull(n) |> Enum.each(&(:ok = Kmq.ack(&1)))
@@ -153,6 +154,71 @@ defmodule Kmq.Integration.TrackerTimeTest do
 
     # the target is 150 ms at p99 and is read off the line above; what must not happen on any day is this
     assert List.last(late) <= scaled(1_000)
+  end
+
+  # Delayed to a time, or failed with a delay: that is known before.
+  describe "what is soon due is read ahead," do
+    defp ahead(tracker) do
+      {:ok, info} = Tracker.info(tracker)
+      {info.read_ahead, info.read_ahead_bytes}
+    end
+
+    defp park(scene, offsets, due_ms) do
+      records = for i <- offsets, do: Markers.park({scene.topic, scene.group}, 0, i, 1, due_ms)
+      mark(scene, records)
+    end
+
+    test "and copied when it is due, if it still is, and not by then what has been settled or put off",
+         %{cluster: cluster} do
+      scene = scene(cluster, 60)
+      tracker = start_tracker(scene)
+      due = System.os_time(:millisecond) + scaled(3_000)
+      later = due + scaled(3_000)
+      park(scene, 0..59, due)
+      eventually(fn -> match?({0, n} when n > 60 * 64, ahead(tracker)) end, 10_000)
+      scope = {scene.topic, scene.group}
+      mark(scene, [Markers.done_range(scope, 0, 20, 20)])
+      park(scene, 40..59, later)
+      assert System.os_time(:millisecond) < due, "too slow for its times: KMQ_TEST_SCALE"
+
+      eventually(fn -> assert length(copies(scene)) == 40 end, 15_000)
+      {now, then} = Enum.split(copies(scene), 20)
+      assert Enum.map(now, & &1.value) == for(i <- 0..19, do: "#{i}")
+      assert Enum.all?(now, &(&1.ts in due..(due + scaled(1_500))))
+      assert Enum.map(then, & &1.value) == for(i <- 40..59, do: "#{i}")
+      assert Enum.all?(then, &(&1.ts in later..(later + scaled(1_500))))
+      # all of it, none by a read of its own, and nothing is kept for good
+      assert {40, _} = ahead(tracker)
+      eventually(fn -> assert ahead(tracker) == {40, 0} end, 15_000)
+      assert {:ok, %{partitions: [%{open: 0}]}} = Tracker.info(tracker)
+    end
+
+    test "as far as there is memory for it; what does not fit is read when it is due", %{
+      cluster: cluster
+    } do
+      n = 45
+      scene = scene(cluster, n, value: String.duplicate("v", 900_000))
+      tracker = start_tracker(scene)
+      due = System.os_time(:millisecond) + scaled(3_000)
+      park(scene, 0..(n - 1), due)
+      most = :counters.new(1, [])
+
+      eventually(
+        fn ->
+          {:ok, info} = Tracker.info(tracker)
+          bytes = info.read_ahead_bytes
+          if bytes > :counters.get(most, 1), do: :counters.put(most, 1, bytes)
+          info.redelivered == n
+        end,
+        30_000
+      )
+
+      # 40 MB of them; the last one may be beyond the bound
+      assert :counters.get(most, 1) in 1..(32 * 1_048_576 + 1_000_000)
+      assert {read, _} = ahead(tracker)
+      assert read in 1..(n - 1)
+      assert length(copies(scene)) == n
+    end
   end
 
   if @faketime do

@@ -13,4 +13,19 @@ defmodule Kmq.Sandbox.ActionsTest do
       "a receipt settles a message without its consumer, and also after its end"
     ]
   )
+
+  test "more time limits of their own than a partition has room for are refused one by one", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    n = 65_540
+    publish(cluster, topic, for(i <- 1..n, do: "#{i}"))
+    consumer = consumer(options(cluster, topic, lease: 60_000, max_processing_time: 600_000))
+    messages = pull(consumer, n, 60_000)
+    assert {:error, failed} = Kmq.extend(messages, 900_000)
+    assert length(failed) == n - 65_536
+    assert Enum.all?(failed, &match?({_, :full}, &1))
+    # They are as they were.
+    assert Kmq.ack(messages, sync: true) == :ok
+  end
 end

@@ -142,6 +142,45 @@ defmodule Kmq.Sandbox.IsolationTest do
     assert Kmq.ack(a3) == :ok
   end
 
+  # The floors that guides/actions.md states. A third is left for a machine with other work.
+  for {max_demand, at_once, n} <- [{1, 8, 160}, {10, 1, 40}] do
+    test "when all that comes has crashed once, at max_demand #{max_demand}: #{at_once} in a handler's time",
+         %{cluster: cluster} do
+      topic = queue(cluster, 2)
+      {n, handler_ms} = {unquote(n), 50}
+      publish(cluster, topic, for(i <- 1..n, do: crashed("crashed #{i}", 1, rem(i, 2))))
+      test = self()
+
+      handler = fn message ->
+        Process.sleep(handler_ms)
+        send(test, {:handled, now()})
+        message
+      end
+
+      options = options(cluster, topic, max_redeliveries: 3, lease: 30_000)
+
+      {:ok, host} =
+        Kmq.StageHost.start_link(
+          producer: {OffBroadway.Kmq.Producer, options},
+          handler: handler,
+          concurrency: 16,
+          max_demand: unquote(max_demand)
+        )
+
+      times =
+        for _ <- 1..n do
+          assert_receive {:handled, at}, scaled(20_000)
+          at
+        end
+
+      took = List.last(times) - hd(times)
+      ideal = div(n * handler_ms, unquote(at_once))
+      IO.puts(:stderr, "#{n} in #{took} ms, the floor is #{ideal} ms")
+      assert took < scaled(round(ideal * 1.5))
+      assert Kmq.StageHost.stop(host, 20_000) == :ok
+    end
+  end
+
   defp soon(ms) do
     until = now() + ms
     fn _ -> now() > until end

@@ -23,6 +23,22 @@ defmodule Kmq.Test.Holder do
     end
   end
 
+  @doc "A consumer that only is there: what is not handed out is parked or expires."
+  @spec wait(keyword) :: :ok
+  def wait(options) do
+    caller = self()
+
+    spawn(fn ->
+      {:ok, _consumer} = Kmq.Consumer.start_link(options)
+      send(caller, :waits)
+      Process.sleep(:infinity)
+    end)
+
+    receive do
+      :waits -> :ok
+    end
+  end
+
   defp pull(_consumer, 0, acc), do: acc
 
   defp pull(consumer, n, acc) do

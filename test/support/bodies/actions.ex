@@ -45,6 +45,67 @@ defmodule Kmq.Test.Bodies.Actions do
     end
   end
 
+  defp actions do
+    [
+      ack: &Kmq.ack/1,
+      retry: &Kmq.retry(&1, delay: 60_000),
+      release: &Kmq.release/1,
+      snooze: &Kmq.snooze(&1, 60_000),
+      extend: &Kmq.extend(&1, 60_000),
+      reject: &Kmq.reject(&1, "no"),
+      discard: &Kmq.discard/1,
+      leave: &Kmq.leave/1
+    ]
+  end
+
+  body "each action takes one message or a list, and names what it could not do", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    names = Keyword.keys(actions())
+    publish(cluster, topic, for(name <- names, i <- 1..7, do: "#{name} #{i}"))
+    consumer = consumer(options(cluster, topic, max_processing_time: 120_000))
+    messages = Map.new(pull(consumer, 7 * length(names)), &{&1.value, &1})
+    of = fn name, i -> Map.fetch!(messages, "#{name} #{i}") end
+
+    # The sixth and seventh of each are too late.
+    late = for name <- names, i <- [6, 7], do: of.(name, i)
+    assert Kmq.extend(late, 100) == :ok
+
+    for {name, action} <- actions() do
+      [one, two, three, four, five] = for i <- 1..5, do: of.(name, i)
+      assert {name, action.(one)} == {name, :ok}
+      assert {name, action.([two, three])} == {name, :ok}
+      if name == :extend, do: assert(Kmq.ack(one) == :ok)
+      assert {name, action.(one)} == {name, {:error, :unknown}}
+      assert {name, action.([one, four])} == {name, {:error, [{one, :unknown}]}}
+      assert {name, action.([])} == {name, :ok}
+      expected = if name == :extend, do: :ok, else: {:error, :unknown}
+      assert {name, action.(four)} == {name, expected}
+      assert Kmq.ack(five) == :ok
+    end
+
+    again = pull_until(consumer, fn all -> Enum.count(all, &late?/1) == length(late) end)
+    assert Enum.all?(Enum.filter(again, &late?/1), &(&1.attempt == 2))
+
+    for {name, action} <- actions() do
+      assert {name, action.(of.(name, 6))} == {name, {:error, :late}}
+      assert {name, action.([of.(name, 7)])} == {name, {:error, [{of.(name, 7), :late}]}}
+      # told once to who settles
+      expected = if name == :extend, do: :late, else: :unknown
+      assert {name, action.(of.(name, 7))} == {name, {:error, expected}}
+    end
+
+    Consumer.stop(consumer)
+
+    for {name, action} <- actions() do
+      assert {name, action.(of.(name, 1))} == {name, {:error, :closed}}
+      assert {name, action.([of.(name, 6)])} == {name, {:error, [{of.(name, 6), :closed}]}}
+    end
+  end
+
+  defp late?(message), do: message.value =~ ~r/ [67]$/
+
   body "an extended message may take longer, or less; its neighbours may not", %{cluster: cluster} do
     for format <- [:range, :kmq] do
       topic = queue(cluster, 1)
@@ -134,6 +195,41 @@ defmodule Kmq.Test.Bodies.Actions do
       assert {"kmq-cause", cause} in dead.headers
       Consumer.stop(consumer)
     end
+  end
+
+  body "those that wait for their next attempt hold no slot: a thousand good ones pass them by",
+       %{
+         cluster: cluster
+       } do
+    topic = queue(cluster, 1)
+    wait_ms = scaled(8_000)
+    options = options(cluster, topic, max_in_flight: 10, backoff: [wait_ms], start_ahead: 100)
+    consumer = consumer(options)
+    publish(cluster, topic, for(i <- 1..10, do: "bad #{i}"))
+    bad = pull(consumer, 10)
+    # there is room for ten
+    publish(cluster, topic, for(i <- 1..1_000, do: "good #{i}"))
+    assert Consumer.pull(consumer, max: 5, wait: 300) == []
+    began = now()
+    assert Kmq.retry(bad) == :ok
+    one_by_one(consumer, 1_000)
+    assert now() - began < wait_ms
+
+    again = pull(consumer, 10)
+    assert now() - began >= wait_ms
+    assert Enum.all?(again, &(&1.attempt == 2 and &1.value =~ "bad"))
+    assert Kmq.ack(again, sync: true) == :ok
+    Consumer.stop(consumer)
+  end
+
+  defp one_by_one(_consumer, left) when left <= 0, do: :ok
+
+  defp one_by_one(consumer, left) do
+    [_ | _] = messages = Consumer.pull(consumer, max: 100, wait: 5_000)
+    assert length(messages) <= 10
+    assert Enum.all?(messages, &(&1.value =~ "good"))
+    assert Kmq.ack(messages) == :ok
+    one_by_one(consumer, left - length(messages))
   end
 
   # ---- delay

@@ -99,6 +99,26 @@ defmodule Kmq.Test.Bodies.DeadLetters do
     assert Kmq.ack(back, sync: true) == :ok
     assert Consumer.pull(consumer, max: 5, wait: 300) == []
 
+    # Each kind of filter, counted only.
+    dry = fn filter ->
+      {:ok, summary} = redrive.(filter: filter, dry_run: true)
+      {summary.redriven, summary.skipped}
+    end
+
+    began = List.last(Enum.sort(for l <- DeadLetters.stream(topic, where(cluster)), do: l.ts))
+    at = DateTime.from_unix!(began, :millisecond)
+    after_all = DateTime.add(at, 1, :second)
+    assert dry.(key: "4") == {2, 8}
+    assert dry.(headers: [{"h", "5"}]) == {1, 9}
+    assert dry.(cause: "rejected") == {10, 0}
+    assert dry.(cause: ["crash", "failed"]) == {0, 10}
+    assert dry.(attempts: 1) == {10, 0}
+    assert dry.(attempts: 2..9) == {0, 10}
+    assert dry.(since: after_all) == {0, 10}
+    assert dry.(until: after_all, since: ~U[2020-01-01 00:00:00Z]) == {10, 0}
+    assert dry.(group: options[:group_id], origin: topic) == {10, 0}
+    assert dry.(group: "another") == {0, 10}
+
     # Elsewhere, for whoever reads there.
     other = queue(cluster, 1, "other")
     assert {:ok, %{redriven: 2}} = redrive.(to: other, filter: [key: "4"])
@@ -114,6 +134,67 @@ defmodule Kmq.Test.Bodies.DeadLetters do
     if cluster.kind == :kafka do
       assert {:error, %{reason: :topic_missing}} =
                DeadLetters.redrive(unique("no"), where(cluster))
+    end
+  end
+
+  body "a dead letter copied back by hand with all its headers dies with its next failure, or is done as any other",
+       %{
+         cluster: cluster
+       } do
+    topic = queue(cluster, 1)
+    options = options(cluster, topic, max_redeliveries: 1, backoff: [0])
+    consumer = consumer(options)
+    publish(cluster, topic, for(i <- 1..10, do: {"v#{i}", key: "#{i}", headers: [{"h", "#{i}"}]}))
+    assert Kmq.retry(pull(consumer, 10)) == :ok
+    assert Kmq.retry(pull(consumer, 10), reason: "twice") == :ok
+    dead = topic <> "__undelivered"
+    await_records(cluster, dead, 1, 10)
+    letters = Enum.to_list(DeadLetters.stream(topic, where(cluster)))
+    assert Enum.all?(letters, &({&1.cause, &1.attempts} == {"failed", 2}))
+
+    Enum.each(letters, &by_hand(cluster, topic, &1))
+    back = pull(consumer, 10)
+    # Its count and where it was first are as they were; what went wrong is told, too.
+    assert Enum.all?(back, &(&1.attempt == 3))
+    assert Enum.sort(for m <- back, do: m.id) == Enum.sort(for l <- letters, do: l.origin)
+    {fail, good} = Enum.split(back, 5)
+    assert Kmq.ack(good, sync: true) == :ok
+    assert Kmq.retry(fail, sync: true) == :ok
+    await_records(cluster, dead, 1, 15)
+    assert Consumer.pull(consumer, max: 10, wait: 300) == []
+    again = topic |> DeadLetters.stream(where(cluster)) |> Enum.drop(10)
+    assert Enum.sort(for l <- again, do: l.key) == Enum.sort(for m <- fail, do: m.key)
+    assert Enum.all?(again, &({&1.cause, &1.attempts} == {"failed", 3}))
+
+    assert Enum.all?(
+             again,
+             &(List.keyfind(&1.headers, "h", 0) == {"h", &1.key} and &1.origin != nil)
+           )
+
+    # A redrive of the same ones begins their counts again.
+    assert {:ok, %{redriven: 5}} =
+             DeadLetters.redrive(topic, where(cluster) ++ [filter: [attempts: 3]])
+
+    assert Enum.map(pull(consumer, 5), & &1.attempt) == [1, 1, 1, 1, 1]
+  end
+
+  # By kcat where it is installed: nothing of ours looks at what it writes.
+  defp by_hand(cluster, topic, letter) do
+    case System.find_executable("kcat") do
+      nil ->
+        publish(cluster, topic, [{letter.value, key: letter.key, headers: letter.headers}])
+
+      kcat ->
+        headers = for {name, value} <- letter.headers, do: ["-H", "#{name}=#{value}"]
+
+        args =
+          ["-P", "-q", "-b", cluster.hosts, "-t", topic, "-p", "0", "-k", letter.key] ++
+            Enum.concat(headers)
+
+        file = Path.join(System.tmp_dir!(), unique("letter"))
+        File.write!(file, letter.value)
+        assert {_, 0} = System.cmd(kcat, args ++ [file], stderr_to_stdout: true)
+        File.rm!(file)
     end
   end
 end

@@ -187,6 +187,53 @@ defmodule Kmq.Test.Bodies.Pipeline do
     assert length(records(cluster, topic <> "__undelivered", 1)) == 2
   end
 
+  body "on_success: :manual leaves a message to its receipt, and ends with it", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    test = self()
+    publish(cluster, topic, ~w(kept settled rejected acked))
+
+    handler = fn message ->
+      tell(test, message)
+      send(test, {:receipt, message.data, Kmq.receipt(message)})
+      if message.data == "acked", do: configure_ack(message, on_success: :ack), else: message
+    end
+
+    options =
+      options(cluster, topic,
+        on_success: :manual,
+        max_processing_time: 5_000,
+        max_redeliveries: 1,
+        receipt_secret: "the secret of this one"
+      )
+
+    host = host(options, handler)
+    handled(4)
+
+    receipts =
+      for _ <- 1..4, into: %{} do
+        assert_receive {:receipt, data, receipt}
+        {data, receipt}
+      end
+
+    # The pipeline may end: what was left is the receipts'.
+    assert StageHost.stop(host, 20_000) == :ok
+
+    {:ok, publisher} =
+      Kmq.Publisher.start_link(hosts: cluster.hosts, receipt_secret: "the secret of this one")
+
+    assert Kmq.settle(publisher, receipts["settled"], :ack) == :ok
+    assert Kmq.settle(publisher, receipts["rejected"], {:reject, "the customer said no"}) == :ok
+    Kmq.Publisher.close(publisher)
+
+    host = host(options, handler)
+    assert [{"kept", %{attempt: 2}}] = handled(1, 20_000)
+    assert %{"rejected" => %{"kmq-error" => "the customer said no"}} = dead(cluster, topic, 1)
+    assert StageHost.stop(host, 20_000) == :ok
+    refute_received {:handled, _, _}
+  end
+
   body "slow handlers: longer than the lease, with the rest waiting in the workers and in the engine",
        %{cluster: cluster} do
     topic = queue(cluster, 2)
