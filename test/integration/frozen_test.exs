@@ -114,6 +114,27 @@ defmodule Kmq.Integration.FrozenTest do
     assert Kmq.ack(repeated, sync: true) == :ok
   end
 
+  # Its clients, and in transactions threads of its own, wait for Kafka.
+  for redelivery <- [:idempotent, :transactional] do
+    test "a VM that is killed while the broker is frozen takes its tracker along (#{redelivery})",
+         %{cluster: cluster, kafka: kafka} do
+      scene = Scene.new(hosts: cluster.hosts, partitions: 2, redelivery: unquote(redelivery))
+
+      n = 2_000
+      Scene.publish(scene, 0..(n - 1))
+      vm = Scene.vm(scene)
+      :ok = Scene.work(scene, vm, fail_every: 2)
+      # in the middle of copying
+      eventually(fn -> Scene.copies(scene, n) > 0 end, 30_000)
+      :ok = Kafka.pause(kafka)
+      programs = for {pid, "kmq_tracker"} <- VM.port_programs(vm), do: pid
+      assert [_one] = programs
+      VM.kill(vm)
+      eventually(fn -> not Enum.any?(programs, &VM.os_alive?/1) end, 2_000)
+      :ok = Kafka.cont(kafka)
+    end
+  end
+
   test "a frozen VM that wakes up as a zombie: its commit moves nothing back, its ENDs harm nobody, it works again",
        %{cluster: cluster} do
     scene = Scene.new(hosts: cluster.hosts, partitions: 2)
