@@ -5,13 +5,11 @@ defmodule Kmq.Integration.TrackerMemoryTest do
   import Kmq.Test.LeftBehind
 
   alias Kmq.Tracker
-  alias Kmq.Test.Markers
-
-  @prlimit System.find_executable("prlimit")
+  alias Kmq.Test.{Markers, VM}
 
   setup do: listen()
 
-  if !@prlimit, do: @moduletag(skip: "prlimit is not installed")
+  if !System.find_executable("prlimit"), do: @moduletag(skip: "prlimit is not installed")
 
   test "with no memory left it ends, is started again, and copies what is due", %{
     cluster: cluster
@@ -23,7 +21,7 @@ defmodule Kmq.Integration.TrackerMemoryTest do
     left_behind(cluster, topic, options)
     tracker = tracker(options)
     {:ok, %{os_pid: os_pid}} = Tracker.info(tracker)
-    limit(os_pid, kilobytes(os_pid, "VmData") + 2_048)
+    VM.limit(os_pid, :data, VM.kilobytes(os_pid, "VmData") + 2_048)
 
     # open for ever, each with a deadline of its own
     far = for i <- 1..150_000, do: Markers.start(0, 1_000_000 + 2 * i, 3_600_000 + i)
@@ -49,17 +47,5 @@ defmodule Kmq.Integration.TrackerMemoryTest do
 
     assert copies(cluster, topic) |> Enum.map(& &1.value) |> Enum.uniq() |> Enum.sort() ==
              Enum.sort(for i <- 0..(n - 1), do: "#{i}")
-  end
-
-  defp limit(os_pid, kilobytes) do
-    {_, 0} =
-      System.cmd(@prlimit, ["--pid", "#{os_pid}", "--data=#{kilobytes * 1024}"],
-        stderr_to_stdout: true
-      )
-  end
-
-  defp kilobytes(os_pid, name) do
-    [_, kb] = Regex.run(~r/#{name}:\s+(\d+) kB/, File.read!("/proc/#{os_pid}/status"))
-    String.to_integer(kb)
   end
 end

@@ -53,6 +53,21 @@ defmodule Kmq.Test.VM do
     :ok
   end
 
+  @doc "What a process may have from now on: `:data` (heaps and stacks) or `:as` (address space, `ulimit -v`), in KiB. Needs prlimit."
+  @spec limit(pos_integer, :data | :as, pos_integer) :: :ok
+  def limit(os_pid, resource, kilobytes) when os_pid > 1 do
+    arguments = ["--pid", "#{os_pid}", "--#{resource}=#{kilobytes * 1024}"]
+    {"", 0} = System.cmd("prlimit", arguments, stderr_to_stdout: true)
+    :ok
+  end
+
+  @doc "A line of /proc/PID/status in KiB: `\"VmHWM\"`, the most memory a process had; `\"VmPeak\"`, the most address space."
+  @spec kilobytes(pos_integer, String.t()) :: non_neg_integer
+  def kilobytes(os_pid, name) do
+    [_, kb] = Regex.run(~r/^#{name}:\s+(\d+) kB$/m, File.read!("/proc/#{os_pid}/status"))
+    String.to_integer(kb)
+  end
+
   @doc "Waits until the VM has ended."
   @spec await_exit(t, timeout) :: :ok
   def await_exit(vm, timeout \\ 30_000) do
