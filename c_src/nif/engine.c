@@ -108,6 +108,7 @@ void engine_send_commit(engine *e, int64_t now)
     size_t n = 0;
     if (e->commit_in_flight || !e->consumer || now < e->commit_refused_until || e->revoking == REVOKE_SETTLE) return;
     e->commit_due = INT64_MAX;
+    e->commit_again = false;
     atomic_store(&e->settled, false);
     (void)KMQ_FAILPOINT("handout_commit");
     for (size_t i = 0; i < e->n_assigned && n < MOST; i++) {
@@ -160,6 +161,7 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
     if (failed) {
         /* Incrementally, what stays is committed while the rest of the group moves: nothing is wrong, it goes with the next. */
         bool expected = e->config.cooperative && kafka_error_rebalancing(err.code);
+        e->commit_again = expected;
         if (!expected) add(env, events, atoms.commit_failed, term_kafka_error(env, &err));
         e->commit_due = now + COMMIT_PAUSE_MS;
         /* Refused for good: of this generation it is no member any more. librdkafka says so by an event of its own, soon. */
@@ -293,13 +295,9 @@ static void destroy_clients(engine *e)
 static void close_leave(engine *e)
 {
     e->close_step = CLOSE_LEAVE;
-    if (e->asked) { /* never answered: there is nothing to settle */
-        e->asked = 0;
-        if (e->config.cooperative)
-            kafka_consumer_assign_add(e->consumer, NULL, 0, NULL);
-        else
-            kafka_consumer_unassign(e->consumer, NULL);
-    }
+    if (e->asked && !e->config.cooperative) /* never answered: there is nothing to settle */
+        kafka_consumer_unassign(e->consumer, NULL);
+    engine_asked_nothing(e);
     marks_flush(e, engine_now());
     if (kafka_consumer_close_begin(e->consumer, NULL)) { /* fatal: it is no member any more */
         engine_retire_all(e);
@@ -523,6 +521,7 @@ void engine_free(engine *e)
     enif_free(e->topics);
     enif_free(e->slots);
     enif_free(e->active);
+    engine_asked_nothing(e);
     engine_paused_free(e);
     enif_free(e->producer_memory);
     enif_free(e->consumer_memory);

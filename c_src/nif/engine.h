@@ -91,6 +91,12 @@ typedef struct paused_part {
     int32_t partition;
 } paused_part;
 
+/* The group's gift, until it is known where it begins. */
+typedef struct new_part {
+    engine_topic *topic;
+    int32_t partition;
+} new_part;
+
 typedef enum part_state { PART_ACTIVE, PART_LEAVING, PART_RETIRED } part_state;
 
 struct part {
@@ -187,7 +193,9 @@ struct engine {
     paused_part *paused;
     size_t n_paused;
 
-    uint64_t epoch, asked; /* asked: of an ASSIGN that waits for its answer; 0: none */
+    uint64_t epoch, asked; /* asked: of the latest question where partitions begin; 0: none is open */
+    new_part *asked_parts; /* what it is about */
+    size_t n_asked;
     revoke_step revoking;
     bool lost;
     int64_t drain_until, revoke_until;
@@ -198,6 +206,7 @@ struct engine {
     bool close_waits; /* for what is in work, and not for its dead letters alone */
 
     bool commit_in_flight;
+    bool commit_again;    /* the last one was refused because the group is just sharing out */
     int64_t commit_due;   /* INT64_MAX: nothing changed */
     int64_t prompt_until; /* until then a commit is due at once */
     bool restart_asked;   /* of some part, since the round of renewals began */
@@ -293,6 +302,7 @@ void engine_rebalance_event(engine *engine, const kafka_event *event, ErlNifEnv 
                             int64_t now);
 void engine_revoke_on(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
 void engine_retire_all(engine *engine);
+void engine_asked_nothing(engine *engine); /* whatever was asked: the answer is not waited for any more */
 /* The partition begins at `offset`, before what was read of it: its topic is another one of the same name. What was handed out of the old one is
  * forgotten, or its acks would settle what stands in the same places now. */
 void engine_made_anew(engine *engine, const engine_topic *topic, int32_t partition, int64_t offset);

@@ -3,7 +3,7 @@
  *   e->active   | flowing ............ | leaving ...... |
  *               0               n_active       n_assigned
  *
- *   ASSIGN event -> asked -(engine_assign)-> flowing          positions are looked up meanwhile, by the owner
+ *   ASSIGN event -> asked -(engine_assign)-> flowing          positions are looked up meanwhile, by the owner (incrementally: see answer)
  *   REVOKE event -> leaving -> DRAIN -> SETTLE -> COMMIT -> retired, and librdkafka is told
  *                              |        |         '- the last commit is acknowledged
  *                              |        '- STARTs and commits in flight come back; nothing new is sent
@@ -87,7 +87,7 @@ void engine_part_free(part *p)
     enif_free(p);
 }
 
-static part *new_part(engine *e, engine_topic *topic, int32_t partition, int64_t position, int64_t committed)
+static part *part_new(engine *e, engine_topic *topic, int32_t partition, int64_t position, int64_t committed)
 {
     part *p = enif_alloc(sizeof *p);
     if (!p) return NULL;
@@ -221,7 +221,7 @@ static int make_parts(engine *e, const kafka_partition *partitions, const bool *
         if (engine_find(e, kp->topic, kp->partition)) {
             kafka_error_set(err, 0, "%s-%d is assigned already", kp->topic, (int)kp->partition);
             rc = KAFKA_EKAFKA;
-        } else if (!topic || !(p = new_part(e, topic, kp->partition, kp->offset, has_commit[made] ? kp->offset : -1)) ||
+        } else if (!topic || !(p = part_new(e, topic, kp->partition, kp->offset, has_commit[made] ? kp->offset : -1)) ||
                    !add_slot(e, p)) {
             if (p) engine_part_free(p);
             rc = KAFKA_ENOMEM;
@@ -262,7 +262,7 @@ int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_
     e->active = active;
     e->n_active += n;
     e->n_assigned += n;
-    e->asked = 0;
+    engine_asked_nothing(e);
     e->commit_due = engine_now(); /* an empty partition's position is committed, too: its first start is over */
     e->prompt_until = e->commit_due + PROMPT_MS;
     engine_wake_borrower(e);
@@ -272,7 +272,7 @@ int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_
 /* The partition begins again at `offset` (out of range, topic made anew): as a new assignment of it, with a slot of its own. */
 int engine_reset(engine *e, part *p, int64_t offset, int64_t committed, kafka_error *err)
 {
-    part *fresh = new_part(e, p->topic, p->partition, offset, committed);
+    part *fresh = part_new(e, p->topic, p->partition, offset, committed);
     if (!fresh) return KAFKA_ENOMEM;
     if (!add_slot(e, fresh)) {
         engine_part_free(fresh);
@@ -290,15 +290,38 @@ int engine_reset(engine *e, part *p, int64_t offset, int64_t committed, kafka_er
 }
 
 /* ------------------------------------------------------------------ rebalances */
-static ERL_NIF_TERM partitions_term(ErlNifEnv *env, const kafka_partition *partitions, size_t n)
+/* Where they begin is asked, of all that waits for that; an answer to an older question is refused. */
+static void ask(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
 {
     ERL_NIF_TERM list = enif_make_list(env, 0);
-    for (size_t i = n; i-- > 0;)
-        list = enif_make_list_cell(
-            env,
-            enif_make_tuple2(env, term_text(env, partitions[i].topic), enif_make_int(env, partitions[i].partition)),
-            list);
-    return list;
+    for (size_t i = e->n_asked; i-- > 0;) {
+        const new_part *p = &e->asked_parts[i];
+        ERL_NIF_TERM pair = enif_make_tuple2(env, term_text(env, p->topic->name), enif_make_int(env, p->partition));
+        list = enif_make_list_cell(env, pair, list);
+    }
+    e->asked = e->epoch;
+    *events =
+        enif_make_list_cell(env, enif_make_tuple3(env, atoms.assign, enif_make_uint64(env, e->asked), list), *events);
+}
+
+void engine_asked_nothing(engine *e)
+{
+    enif_free(e->asked_parts);
+    e->asked_parts = NULL;
+    e->n_asked = 0;
+    e->asked = 0;
+}
+
+static bool add_asked(engine *e, const kafka_event *event)
+{
+    new_part *list = enif_realloc(e->asked_parts, (e->n_asked + event->n_partitions + 1) * sizeof *list);
+    if (!list) return false;
+    e->asked_parts = list;
+    for (size_t i = 0; i < event->n_partitions; i++) {
+        engine_topic *topic = engine_topic_find(e, event->partitions[i].topic);
+        if (topic) list[e->n_asked++] = (new_part){topic, event->partitions[i].partition};
+    }
+    return true;
 }
 
 static ERL_NIF_TERM leaving_term(const engine *e, ErlNifEnv *env)
@@ -362,12 +385,19 @@ static bool rewound(part *p)
     return done;
 }
 
+/* What a commit covers and nobody was given comes again as a copy, at no attempt: no owner would fetch it. */
+static void release_leaving(engine *e)
+{
+    bool settled = e->revoking == REVOKE_COMMIT; /* done then, but for what was to go back */
+    for (size_t i = e->n_active; i < e->n_assigned && engine_marks(e); i++)
+        if (!settled || (e->active[i]->back && !rewound(e->active[i]))) marks_release(e, e->active[i], false);
+}
+
 static void revoked(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
 {
+    release_leaving(e);
     e->revoking = REVOKE_COMMIT;
     e->revoke_until = 0; /* over, in whatever step it was */
-    for (size_t i = e->n_active; i < e->n_assigned; i++)
-        if (e->active[i]->back && !rewound(e->active[i])) marks_release(e, e->active[i], false);
     if (!give_back(e, env, events)) return;
     say_revoked(e, env, events);
     retire_leaving(e);
@@ -421,22 +451,32 @@ void engine_revoke_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t n
         engine_send_commit(e, now);
     }
     if (!e->commit_in_flight || over) {
+        if (e->commit_again &&
+            !over) { /* what it covers would be handed out twice; nobody else has the partition before we give it back */
+            if (now >= e->commit_due) engine_send_commit(e, now);
+            return;
+        }
         if (over) e->commit_in_flight = false;
         revoked(e, env, events);
     }
 }
 
-/* Out of the flow: those that the event names, or (eager) all. */
+/* Those that the event names, or (eager) all. */
+static bool goes(const engine *e, const kafka_event *event, const engine_topic *topic, int32_t partition)
+{
+    for (size_t i = 0; i < event->n_partitions && e->config.cooperative; i++)
+        if (event->partitions[i].partition == partition && !strcmp(event->partitions[i].topic, topic->name))
+            return true;
+    return !e->config.cooperative;
+}
+
+/* Out of the flow. */
 static void leave(engine *e, const kafka_event *event)
 {
     size_t kept = 0;
     for (size_t i = 0; i < e->n_active; i++) {
         part *p = e->active[i];
-        bool goes = !e->config.cooperative;
-        for (size_t j = 0; j < event->n_partitions && !goes; j++)
-            goes =
-                event->partitions[j].partition == p->partition && !strcmp(event->partitions[j].topic, p->topic->name);
-        if (goes) {
+        if (goes(e, event, p->topic, p->partition)) {
             p->state = PART_LEAVING;
             continue;
         }
@@ -446,29 +486,58 @@ static void leave(engine *e, const kafka_event *event)
     e->n_active = kept;
 }
 
+/* The rest is asked for anew: the answer that is on its way names some that are gone. */
+static void leave_asked(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events)
+{
+    size_t kept = 0, before = e->n_asked;
+    for (size_t i = 0; i < before; i++)
+        if (!goes(e, event, e->asked_parts[i].topic, e->asked_parts[i].partition))
+            e->asked_parts[kept++] = e->asked_parts[i];
+    e->n_asked = kept;
+    if (!kept)
+        engine_asked_nothing(e);
+    else if (kept < before)
+        ask(e, env, events);
+}
+
+/* Until an ASSIGN is answered librdkafka fetches nothing, of what stays neither, and the whole group waits with its next rebalance. An incremental
+ * one is answered at once, by nothing; what is new is added as soon as it is known where it begins. */
+static void answer(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
+{
+    kafka_error err = {0};
+    if (e->config.cooperative && kafka_consumer_assign_add(e->consumer, NULL, 0, &err))
+        *events = enif_make_list_cell(env, enif_make_tuple2(env, atoms.error, term_kafka_error(env, &err)), *events);
+}
+
 void engine_rebalance_event(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
     e->epoch++;
     e->commit_refused_until = 0;
     if (event->type == KAFKA_EVENT_ASSIGN) {
         if (!e->config.cooperative &&
-            e->n_assigned) { /* a second one replaces the first; the un-assign that still waits is dropped */
+            e->n_assigned) { /* a second one replaces the first; the un-assign that still waits is dropped: where a topic grows
+                                librdkafka joins anew without waiting for it */
             e->n_active = 0;
+            release_leaving(e);
             say_revoked(e, env, events);
             retire_leaving(e);
             e->revoking = REVOKE_NONE;
             e->lost = false;
         }
-        e->asked = e->epoch;
-        *events = enif_make_list_cell(env,
-                                      enif_make_tuple3(env, atoms.assign, enif_make_uint64(env, e->epoch),
-                                                       partitions_term(env, event->partitions, event->n_partitions)),
-                                      *events);
+        answer(e, env, events);
+        if (!e->config.cooperative) engine_asked_nothing(e);
+        if (e->n_asked && !event->n_partitions) return; /* what is looked up is not begun again for nothing */
+        if (add_asked(e, event)) {
+            ask(e, env, events);
+        } else { /* a new client gets them again */
+            kafka_error_set(&e->consumer_error, 0, "no memory for what was assigned");
+            e->consumer_broken = true;
+        }
         return;
     }
     leave(e, event);
+    leave_asked(e, event, env, events);
     e->lost = e->lost || event->lost;
-    if (!e->config.cooperative || event->lost) e->asked = 0;
     if (e->lost || e->n_assigned == e->n_active) {
         revoked(e, env, events);
     } else if (e->revoking == REVOKE_NONE) {

@@ -29,7 +29,7 @@ static void replace(engine *e, kafka_consumer *fresh)
     e->consumer = fresh;
     e->consumer_broken = false;
     e->epoch++;
-    e->asked = 0;
+    engine_asked_nothing(e);
     e->revoking = REVOKE_NONE;
     e->lost = e->commit_in_flight = false;
     e->commit_due = INT64_MAX;

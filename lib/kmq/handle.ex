@@ -346,7 +346,8 @@ defmodule Kmq.Handle do
           flushers: [],
           closers: [],
           closing: false,
-          fenced: false,
+          # It has left its group for good, and ends when nothing of it is in work.
+          leaving: false,
           orphan_timer: nil,
           token: nil,
           noted: %{}
@@ -452,8 +453,8 @@ defmodule Kmq.Handle do
   end
 
   @impl true
-  def handle_call({:borrow, _config}, _from, %{closing: closing, fenced: fenced} = state)
-      when closing or fenced,
+  def handle_call({:borrow, _config}, _from, %{closing: closing, leaving: leaving} = state)
+      when closing or leaving,
       do: {:reply, :closing, state}
 
   # A life of this name with other options is another consumer: this one ends first, and what it had is the group's again.
@@ -518,8 +519,8 @@ defmodule Kmq.Handle do
   def handle_call({:with_topics, topics}, _from, state),
     do: {:reply, Config.with_topics(state.config, topics), state}
 
-  def handle_call({:update_topics, _topics}, _from, %{closing: closing, fenced: fenced} = state)
-      when closing or fenced,
+  def handle_call({:update_topics, _topics}, _from, %{closing: closing, leaving: leaving} = state)
+      when closing or leaving,
       do: {:reply, {:error, Error.new(:closed, "the consumer is closed")}, state}
 
   def handle_call({:update_topics, topics}, _from, state) do
@@ -577,9 +578,9 @@ defmodule Kmq.Handle do
 
   def handle_info({:closed, how}, state), do: closed(how, state)
 
-  def handle_info({:fenced, deadline}, state), do: {:noreply, fenced_on(state, deadline)}
+  def handle_info({:leaving, deadline}, state), do: {:noreply, leaving_on(state, deadline)}
 
-  def handle_info({:down, _again}, %{fenced: true} = state), do: {:noreply, state}
+  def handle_info({:down, _again}, %{leaving: true} = state), do: {:noreply, state}
   def handle_info({:down, error}, state), do: down(error, state)
 
   def handle_info(:tracker, state) do
@@ -853,7 +854,7 @@ defmodule Kmq.Handle do
     error = Error.from_native(native)
 
     if error.fatal? do
-      unless state.fenced, do: send(self(), {:down, error})
+      unless state.leaving, do: send(self(), {:down, error})
       state
     else
       note(state, {:error, error.name}, fn ->
@@ -1063,43 +1064,49 @@ defmodule Kmq.Handle do
 
   # seen: topics it has been assigned partitions of. One of these without a commit is a new topic of the same name.
   defp positions(config, partitions, resets, seen) do
-    if config.create_topics do
-      with {:error, error} <- Topics.prepare(config),
-           do: Logger.error("kmq: #{config.group_id}: #{Exception.message(error)}")
-    end
-
     with_admin(config, fn admin ->
-      partitions
-      |> Enum.group_by(&elem(&1, 0), &elem(&1, 1))
-      |> Enum.flat_map(fn {topic, mine} ->
-        topic_positions(config, admin, topic, mine, resets, topic in seen)
-      end)
+      mine = Enum.group_by(partitions, &elem(&1, 0), &elem(&1, 1))
+
+      counts =
+        Map.new(mine, fn {topic, mine} ->
+          {:ok, {count, _}} = :kmq_nif.admin_partitions(admin, topic, @admin_timeout)
+          {topic, max(count, Enum.max(mine) + 1)}
+        end)
+
+      grow_companions(config, admin, counts)
+      all = for {topic, count} <- counts, partition <- 0..(count - 1), do: {topic, partition}
+      {:ok, commits} = :kmq_nif.admin_committed(admin, all, @admin_timeout)
+
+      commits =
+        for {topic, partition, offset} <- commits,
+            offset >= 0,
+            into: %{},
+            do: {{topic, partition}, offset}
+
+      begun = MapSet.new(commits, fn {{topic, _}, _} -> topic end) |> MapSet.union(seen)
+      for place <- partitions, do: position(config, admin, place, commits, resets, begun)
     end)
   end
 
-  defp topic_positions(config, admin, topic, mine, resets, seen?) do
-    {:ok, {count, _}} = :kmq_nif.admin_partitions(admin, topic, @admin_timeout)
-    all = Enum.map(0..(max(count, Enum.max(mine) + 1) - 1), &{topic, &1})
-    {:ok, commits} = :kmq_nif.admin_committed(admin, all, @admin_timeout)
+  defp grow_companions(%{create_topics: false}, _admin, _counts), do: :ok
 
-    commits =
-      for {_, partition, offset} <- commits, offset >= 0, into: %{}, do: {partition, offset}
+  defp grow_companions(config, admin, counts) do
+    with false <- Topics.companions?(config, admin, counts, @admin_timeout),
+         {:error, error} <- Topics.prepare(config),
+         do: Logger.error("kmq: #{config.group_id}: #{Exception.message(error)}")
+  end
 
-    first? = commits == %{} and not seen?
+  defp position(config, admin, {topic, partition} = place, commits, resets, begun) do
+    reset? = is_map_key(resets, place)
 
-    for partition <- mine do
-      case commits do
-        %{^partition => offset} when not is_map_key(resets, {topic, partition}) ->
-          {topic, partition, offset, true}
+    case commits do
+      %{^place => offset} when not reset? ->
+        {topic, partition, offset, true}
 
-        _ ->
-          policy =
-            if first? or is_map_key(resets, {topic, partition}),
-              do: config.offset_reset_policy,
-              else: :earliest
+      _ ->
+        policy = if reset? or topic not in begun, do: config.offset_reset_policy, else: :earliest
 
-          {topic, partition, first_offset(policy, admin, topic, partition), false}
-      end
+        {topic, partition, first_offset(policy, admin, topic, partition), false}
     end
   end
 
@@ -1229,8 +1236,16 @@ defmodule Kmq.Handle do
     %{state | borrower: pid, monitor: Process.monitor(pid), orphan_timer: nil}
   end
 
-  defp orphaned(%{closing: closing, fenced: fenced} = state, _reason) when closing or fenced,
+  defp orphaned(%{closing: closing, leaving: leaving} = state, _reason) when closing or leaving,
     do: state
+
+  # Nobody can come back for one without a name: its group has the partitions at once.
+  defp orphaned(%{key: {:consumer, pid}} = state, reason)
+       when is_pid(pid) and reason not in [:normal, :shutdown] do
+    Logger.info("kmq: #{name(state)}: its process ended, it leaves the group: #{inspect(reason)}")
+    _ = :kmq_nif.consumer_topics(state.ref, [])
+    state |> poll() |> leave()
+  end
 
   defp orphaned(state, reason) do
     wait = if reason in [:normal, :shutdown], do: 0, else: state.config.drain_timeout
@@ -1283,9 +1298,7 @@ defmodule Kmq.Handle do
     telemetry([:error], %{count: 1}, state, %{error: error})
     telemetry([:fenced], %{count: 1}, state, %{})
     state.borrower && send(state.borrower, {:kmq, state.ref, {:down, error}})
-    _ = :kmq_nif.consumer_drain(state.ref)
-    deadline = System.monotonic_time(:millisecond) + state.config.drain_timeout
-    {:noreply, fenced_on(%{stop_resolvers(state) | fenced: true}, deadline)}
+    {:noreply, leave(stop_resolvers(state))}
   end
 
   defp down(error, state) do
@@ -1296,13 +1309,20 @@ defmodule Kmq.Handle do
     {:stop, :normal, state}
   end
 
-  @fenced_ms 100
+  @leaving_ms 100
 
-  defp fenced_on(state, deadline) do
+  # What is in work may be finished, for drain_timeout at most.
+  defp leave(state) do
+    _ = :kmq_nif.consumer_drain(state.ref)
+    deadline = System.monotonic_time(:millisecond) + state.config.drain_timeout
+    leaving_on(%{state | leaving: true}, deadline)
+  end
+
+  defp leaving_on(state, deadline) do
     open = for %{open: open, ends: ends} <- info(handle(state)).partitions, do: open + ends
 
     if Enum.sum(open) > 0 and System.monotonic_time(:millisecond) < deadline do
-      Process.send_after(self(), {:fenced, deadline}, @fenced_ms)
+      Process.send_after(self(), {:leaving, deadline}, @leaving_ms)
       state
     else
       close_begin(state, state.config.drain_timeout)

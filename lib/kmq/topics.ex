@@ -142,6 +142,23 @@ defmodule Kmq.Topics do
     end)
   end
 
+  @doc false
+  # Whether the marker and dead letter topics of these queue topics are there and as large: a few questions, where prepare/1 asks for everything.
+  @spec companions?(Config.t(), reference, partitions, pos_integer) :: boolean
+  def companions?(config, admin, queues, timeout_ms) do
+    markers = if config.delivery == :markers, do: config.marker_topics, else: %{}
+
+    Enum.all?(queues, fn {topic, n} ->
+      Enum.all?([markers[topic], config.dead_letter_topics[topic]], fn name ->
+        name == nil or
+          match?(
+            {:ok, {found, _}} when found >= n,
+            :kmq_nif.admin_partitions(admin, name, timeout_ms)
+          )
+      end)
+    end)
+  end
+
   # ---- the cluster
 
   # :kafka, :mock (no admin requests, no settings), or {:sandbox, pid}: a mock cluster whose control is in this VM.

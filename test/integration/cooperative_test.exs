@@ -129,6 +129,61 @@ defmodule Kmq.Integration.CooperativeTest do
     assert map_size(parts) == 1
   end
 
+  # The look-up of positions asks a cluster that is not there.
+  defp blind(handle) do
+    :sys.replace_state(handle.pid, fn state ->
+      %{state | config: %{state.config | admin_props: [{"bootstrap.servers", "127.0.0.1:1"}]}}
+    end)
+  end
+
+  defp seeing(handle, config), do: :sys.replace_state(handle.pid, &%{&1 | config: config})
+
+  test "what stays flows, and the group goes on, while it is looked up where what is new begins",
+       %{
+         cluster: cluster
+       } do
+    topic = queue(cluster, @partitions)
+    config = config(cluster, topic)
+    first = open(config)
+    second = open(config)
+    eventually(fn -> length(assigned(first)) == 2 and length(assigned(second)) == 2 end, 30_000)
+    before = assigned(first)
+    blind(first)
+    epoch = Handle.info(first).epoch
+    assert Handle.close(second, 10_000) == :ok
+    eventually(fn -> Handle.info(first).epoch > epoch end, 20_000)
+    mine = fn range -> for i <- range, rem(i, @partitions) in places(before), do: i end
+    numbers(cluster, topic, 0..39)
+    taken = take(first, 20)
+    assert Enum.sort(for {_, _, _, i} <- taken, do: i) == mine.(0..39)
+    assert ack(first, taken) == :ok
+
+    # Two of its four are another one's before it knows where all of them begin.
+    third = open(config)
+    eventually(fn -> length(assigned(third)) == 2 end, 30_000)
+    numbers(cluster, topic, 40..79)
+    seeing(first, config)
+    eventually(fn -> length(assigned(first)) == 2 end, 30_000)
+
+    rest =
+      eventually(
+        fn ->
+          for handle <- [first, third], new = [_ | _] <- [now(handle, 100)] do
+            :ok = ack(handle, new)
+            Process.put(:got, new ++ Process.get(:got, []))
+          end
+
+          assert length(Process.get(:got, [])) == 60
+          Process.get(:got)
+        end,
+        20_000
+      )
+
+    assert Enum.sort(for {_, _, _, i} <- taken ++ rest, do: i) == Enum.to_list(0..79)
+  end
+
+  defp places(parts), do: for({partition, _slot} <- parts, do: partition)
+
   test "a topic that grows: the new partition is added to the others", %{cluster: cluster} do
     topic = queue(cluster, @partitions)
 

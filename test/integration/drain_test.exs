@@ -118,6 +118,78 @@ defmodule Kmq.Integration.DrainTest do
     assert ack(first, work) == :ok
   end
 
+  # Elsewhere an un-assign that was put off until a drain was over threw away what had been assigned meanwhile: a member that reads nothing.
+  # librdkafka joins anew when a topic grows, without waiting for the answer to its revocation.
+  for {mode, tags} <- [
+        {[assignor: :roundrobin], []},
+        {[assignor: :roundrobin, delivery: :offsets], []},
+        {[assignor: :cooperative_sticky], [cooperative: true]}
+      ] do
+    for {tag, value} <- tags, do: @tag([{tag, value}])
+
+    test "a topic that grows in the middle of a drain: what is assigned meanwhile is kept, and read (#{inspect(mode)})",
+         %{cluster: cluster} do
+      topic = queue(cluster, @partitions)
+
+      options =
+        [
+          kafka_config: [
+            common: ["topic.metadata.refresh.interval.ms": 300],
+            consumer: ["heartbeat.interval.ms": 200]
+          ],
+          group_id: topic,
+          drain_timeout: 60_000
+        ] ++ unquote(mode)
+
+      config = cluster |> options(topic, options) |> Config.new!(:consumer)
+      config = struct!(config, ordering: :partition)
+      numbers(cluster, topic, 0..4)
+      first = open(config)
+      work = take(first, 5)
+      second = open(config)
+      eventually(fn -> states(first)[:leaving] > 0 end, 20_000)
+
+      # The group has to share out anew, long before the drain may end.
+      {:ok, admin} = :kmq_nif.admin_open([{"bootstrap.servers", cluster.hosts}])
+      :ok = :kmq_nif.admin_create_partitions(admin, topic, @partitions + 2, 10_000)
+      :kmq_nif.admin_close(admin)
+      handles = [first, second]
+      eventually(fn -> assert Enum.sum(Enum.map(handles, &assigned/1)) >= 4 end, 30_000)
+      if unquote(mode[:delivery]) == nil, do: assert(ack(first, work) == :ok)
+      eventually(fn -> assert Enum.map(handles, &assigned/1) == [3, 3] end, 30_000)
+
+      publish(
+        cluster,
+        topic,
+        for(i <- 0..59, do: {"new #{i}", partition: rem(i, @partitions + 2)})
+      )
+
+      rest =
+        eventually(
+          fn ->
+            for handle <- handles, record <- now(handle, 100), do: new(record, handle)
+            assert length(Process.get(:new, [])) == 60
+            Process.get(:new)
+          end,
+          5_000
+        )
+
+      assert Enum.sort(for {value, _} <- rest, do: value) ==
+               Enum.sort(for i <- 0..59, do: "new #{i}")
+
+      assert length(Enum.uniq(for {_, handle} <- rest, do: handle)) == 2
+      for handle <- handles, do: assert(Handle.flush(handle, 10_000) == :ok)
+    end
+  end
+
+  # What came again of the first five (by offsets) is not counted.
+  defp new({slot, offset, value}, handle) do
+    :ok = ack(handle, [{slot, offset, value}])
+
+    if String.starts_with?(value, "new"),
+      do: Process.put(:new, [{value, handle.pid} | Process.get(:new, [])])
+  end
+
   test "closing in the middle of a drain waits for nobody", %{cluster: cluster} do
     topic = queue(cluster, @partitions)
     config = config(cluster, topic, ordering: :partition, drain_timeout: 60_000)

@@ -68,8 +68,8 @@ defmodule Kmq.Integration.GroupsTest do
 
   describe "a member" do
     # Time in which nothing is done is what is tested: so many times max.poll.interval.ms.
-    @poll_ms 3_000
-    @times if System.get_env("KMQ_LONG") == "1", do: 10, else: 4
+    @poll_ms if System.get_env("KMQ_LONG") == "1", do: 6_000, else: scaled(2_000)
+    @times 10
 
     defp pipeline(options, concurrency, handler) do
       {:ok, host} =
@@ -89,6 +89,7 @@ defmodule Kmq.Integration.GroupsTest do
     defp share(handle),
       do: Enum.count(Kmq.Handle.info(handle).partitions, &(&1.state == :assigned))
 
+    @tag timeout: scaled(120_000) + @times * @poll_ms
     test "stays one, whatever its work does: all processors busy, or no demand at all", %{
       cluster: cluster
     } do
@@ -101,10 +102,10 @@ defmodule Kmq.Integration.GroupsTest do
             consumer: [
               "session.timeout.ms": @poll_ms,
               "max.poll.interval.ms": @poll_ms,
-              "heartbeat.interval.ms": 300
+              "heartbeat.interval.ms": div(@poll_ms, 10)
             ]
           ],
-          max_processing_time: 300_000
+          max_processing_time: 600_000
         )
 
       handler = fn message ->

@@ -3,6 +3,10 @@ defmodule Kmq.Integration.OffsetResetTest do
   use Kmq.Test.ClusterCase, on: :kafka
 
   alias Kmq.Consumer
+  alias Kmq.Test.{Filler, Scene}
+
+  # What is jumped over.
+  @jump if(System.get_env("KMQ_LONG") == "1", do: 5_000_000, else: 200_000)
 
   defp values(messages), do: Enum.map(messages, & &1.value) |> Enum.sort()
 
@@ -118,5 +122,57 @@ defmodule Kmq.Integration.OffsetResetTest do
     assert Consumer.pull(latest, max: 10, wait: 300) == []
     publish(cluster, topic, ["e"])
     assert ["e"] = values(pull(latest, 1))
+  end
+
+  test "records deleted under a running consumer: what it has stays its own, and it goes on behind the jump, without keeping count of it",
+       %{cluster: cluster} do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, for(i <- 1..3_000, do: String.pad_leading("#{i}", 100)))
+
+    # So little is fetched ahead that the rest is deleted before it is read.
+    options =
+      options(cluster, topic,
+        start_ahead: 20,
+        max_processing_time: 300_000,
+        kafka_config: [
+          consumer: [
+            "queued.min.messages": 10,
+            "queued.max.messages.kbytes": 16,
+            "fetch.message.max.bytes": 16_384
+          ]
+        ]
+      )
+
+    Scene.listen()
+    consumer = consumer(options)
+    held = pull(consumer, 10)
+    :ok = Filler.fill(cluster.hosts, topic, 0, @jump, "k")
+    publish(cluster, topic, for(i <- 1..10, do: "after #{i}"))
+    native = :erlang.memory(:system)
+    behind = @jump + 3_000
+    {:ok, admin} = :kmq_nif.admin_open([{"bootstrap.servers", cluster.hosts}])
+    :ok = :kmq_nif.admin_delete_records(admin, topic, 0, behind, 10_000)
+    :kmq_nif.admin_close(admin)
+
+    # What was fetched is handed out, then comes the jump.
+    messages = pull_until(consumer, &(List.last(&1, %{value: nil}).value == "after 10"), 60_000)
+
+    {before, last} = Enum.split_with(messages, &(&1.offset < behind))
+    assert Enum.map(last, & &1.value) == for(i <- 1..10, do: "after #{i}")
+    assert length(before) < 3_000
+
+    assert_receive {[:kmq, :offset_reset], %{to: ^behind, from: from},
+                    %{topic: ^topic, reason: :out_of_range}}
+
+    assert from == List.last(held ++ before).offset + 1
+
+    # In any order, from both sides of the jump.
+    all = Enum.shuffle(held ++ messages)
+    for message <- all, do: assert(Kmq.ack(message) == :ok)
+    assert :ok = Consumer.flush(consumer, 10_000)
+    assert :erlang.memory(:system) - native < 1_048_576
+    stop = behind + 10
+    eventually(fn -> assert committed(cluster, options[:group_id], topic, 1) == [{0, stop}] end)
+    eventually(fn -> assert %{lag: 0, open: 0, unwritten: 0} = Kmq.info(consumer).total end)
   end
 end

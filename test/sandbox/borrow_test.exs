@@ -39,4 +39,28 @@ defmodule Kmq.Sandbox.BorrowTest do
     assert Kmq.ack(a2) == {:error, :closed}
     assert Consumer.stop(other) == :ok
   end
+
+  test "without a name nobody can come back: the group has its partitions at once, what is in work can still be settled",
+       %{cluster: cluster} do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ["a", "b"])
+    # Longer than this test waits for anything.
+    options = options(cluster, topic, drain_timeout: 60_000, max_processing_time: 600_000)
+    {:ok, first} = Consumer.start_link(options)
+    Process.unlink(first)
+    [a, b] = pull(first, 2)
+    killed(first)
+    publish(cluster, topic, ["c"])
+
+    second = start_supervised!({Consumer, options})
+    assert [%{value: "c", attempt: 1} = c] = pull(second, 1, 30_000)
+    assert Kmq.ack(a, sync: true) == :ok
+    assert Kmq.Handle.info(b.handle).partitions |> Enum.map(& &1.open) |> Enum.sum() == 1
+    assert Kmq.ack([b, c], sync: true) == :ok
+
+    # Nothing is in work any more: it ends.
+    monitor = Process.monitor(a.handle.pid)
+    assert_receive {:DOWN, ^monitor, :process, _, _}, scaled(10_000)
+    assert Consumer.pull(second, max: 10, wait: 300) == []
+  end
 end

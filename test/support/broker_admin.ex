@@ -75,6 +75,23 @@ defmodule Kmq.Test.BrokerAdmin do
     :ok
   end
 
+  @doc "Forgets a group that has no members, and with it its commits (DeleteGroups 0)."
+  @spec delete_group(String.t(), String.t()) :: :ok
+  def delete_group(hosts, group) do
+    # The last member is still leaving.
+    Kmq.Test.Eventually.eventually(
+      fn ->
+        <<_throttle::32, 1::32, n::16, ^group::binary-size(n), code::16>> =
+          request(hosts, 42, 0, [<<1::32>>, string(group)])
+
+        code == 0
+      end,
+      20_000
+    )
+
+    :ok
+  end
+
   defp request(hosts, api, version, body) do
     [host, port] = hosts |> String.split(",") |> hd() |> String.split(":")
     options = [:binary, active: false, packet: 4]
