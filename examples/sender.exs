@@ -1,6 +1,7 @@
 # Sends orders, one of ten for nobody. With worker.exs and tracker.exs: a queue in three operating system processes.
 #
-#   mix run examples/sender.exs [N]        KAFKA=host:port, default localhost:9092; the topic "orders" must be there
+#   mix run examples/sender.exs [N]        KAFKA=host:port, default localhost:9092; the topic "orders" must be there:
+#   mix run -e 'Kmq.Topics.create_topic("orders", 4, hosts: "localhost:9092")'
 
 n = String.to_integer(List.first(System.argv()) || "100")
 hosts = System.get_env("KAFKA", "localhost:9092")

@@ -285,6 +285,19 @@ defmodule Kmq do
 
   defp settle_all([], _sync, _fun), do: :ok
 
+  defp settle_all(other, _sync, _fun)
+       when not (is_list(other) and is_struct(hd(other), Message)) do
+    what = if is_list(other), do: hd(other), else: other
+
+    in_broadway =
+      if is_map(what) and is_map_key(what, :acknowledger),
+        do:
+          ". A pipeline's messages are settled by Broadway: return them, or say what becomes of them by Broadway.Message.failed/2"
+
+    raise ArgumentError,
+          "expected a Kmq.Message or a list of them, got: #{inspect(what, limit: 5)}#{in_broadway}"
+  end
+
   defp settle_all([%Message{handle: handle} | _] = messages, sync, fun) do
     if Enum.all?(messages, &(&1.handle == handle)) do
       settle_of(handle, messages, sync, fun)

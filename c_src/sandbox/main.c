@@ -27,7 +27,9 @@ enum { PROTOCOL = 1, BROKERS_MAX = 100, REPLIES_MAX_BYTES = 1024 * 1024 };
 
 static void log_line(const rd_kafka_t *rk, int level, const char *facility, const char *text)
 {
+    static _Atomic int foreign; /* who does not speak Kafka, or TLS, tries again and again: one line says it */
     (void)rk;
+    if (strcmp(facility, "PROTOERR") == 0 && foreign++ > 0) return;
     if (level <= 4)
         fprintf(stderr, "kmq_sandbox: [%d] %s: %s\n", level, facility, text);
     else

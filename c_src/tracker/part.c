@@ -322,10 +322,13 @@ static void ask_done(helper_job *job, void *owner)
         answered(t, ask->parts[i], ask->rc == KAFKA_OK || ask->partitions[i].offset >= 0 ? &ask->partitions[i] : NULL);
         tracker_part_put(ask->parts[i]);
     }
+    /* librdkafka before 2.1 tells a missing right as a time-out */
+    const char *name = ask->error.name;
+    bool right = ask->rc != KAFKA_OK && (strcmp(name, "_TIMED_OUT") == 0 || strstr(name, "AUTHORIZATION"));
     if (ask->rc != KAFKA_OK)
         tracker_alarm(t, &t->alarm_ms[ALARM_ASK], "group_commits", NULL, -1,
-                      "cannot read the commits of group %s (it takes DESCRIBE on it): %s", t->config.group,
-                      ask->error.text);
+                      "cannot read the commits of group %s%s: %s", t->config.group,
+                      right ? " (does it have the right DESCRIBE on it?)" : "", ask->error.text);
     free(ask->partitions);
     free(ask);
 }

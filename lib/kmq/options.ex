@@ -624,6 +624,13 @@ defmodule Kmq.Options do
 
   # ---- validation
 
+  # Where an option belongs that was given to another: the first that has it.
+  @elsewhere [
+    producer: "a pipeline's producer (OffBroadway.Kmq.Producer)",
+    publisher: "Kmq.Publisher.start_link/1",
+    publish: "Kmq.Publisher.publish/4"
+  ]
+
   defp check_keyword(options, parent) do
     if Keyword.keyword?(options),
       do: :ok,
@@ -655,10 +662,15 @@ defmodule Kmq.Options do
       |> Enum.map(&{&1, String.jaro_distance(text, Atom.to_string(&1))})
       |> Enum.max_by(&elem(&1, 1))
 
+    elsewhere =
+      for {kind, whose} <- @elsewhere, !parent, Keyword.has_key?(schema(kind), name), do: whose
+
     hint =
-      if distance > 0.75,
-        do: "did you mean #{inspect(nearest)}?",
-        else: "known options are: " <> Enum.map_join(names, ", ", &inspect/1)
+      cond do
+        elsewhere != [] -> "it is one of #{hd(elsewhere)}"
+        distance > 0.75 -> "did you mean #{inspect(nearest)}?"
+        true -> "known options are: " <> Enum.map_join(names, ", ", &inspect/1)
+      end
 
     "unknown option #{inspect(name)}#{where}, #{hint}"
   end

@@ -27,6 +27,7 @@ defmodule Kmq.Topics do
   alias Kmq.{Config, Error, Sandbox, Security}
 
   @timeout_ms 15_000
+  @patient_ms 1_500
   @day_ms 86_400_000
   # Headers added to a dead letter: count, deliveries, cause, group, origin, error text.
   @headroom_bytes 65_536
@@ -163,7 +164,7 @@ defmodule Kmq.Topics do
 
   # :kafka, :mock (no admin requests, no settings), or {:sandbox, pid}: a mock cluster whose control is in this VM.
   defp cluster(admin, config, deadline) do
-    case :kmq_nif.admin_cluster_id(admin, left(deadline)) do
+    case cluster_id(admin, config.bootstrap, deadline) do
       {:ok, "mockCluster" <> _} ->
         case sandbox(config.bootstrap) do
           {:ok, pid} -> {:ok, {:sandbox, pid}}
@@ -176,6 +177,31 @@ defmodule Kmq.Topics do
       {:error, error} ->
         {:error, unreachable(error, config.bootstrap)}
     end
+  end
+
+  # Whoever waits for longer than a moment is told for what, and for how long.
+  defp cluster_id(admin, bootstrap, deadline) do
+    asker = self()
+
+    # Not linked: nobody who traps exits need know of it.
+    teller =
+      spawn(fn ->
+        monitor = Process.monitor(asker)
+
+        receive do
+          :answered -> :ok
+          {:DOWN, ^monitor, _, _, _} -> :ok
+        after
+          @patient_ms ->
+            Logger.warning(
+              "kmq: no broker of :hosts (#{bootstrap}) has answered yet, giving up in #{div(left(deadline), 1_000)} s"
+            )
+        end
+      end)
+
+    result = :kmq_nif.admin_cluster_id(admin, left(deadline))
+    send(teller, :answered)
+    result
   end
 
   defp sandbox(bootstrap), do: Sandbox.find(bootstrap)

@@ -34,4 +34,20 @@ defmodule Kmq.ErrorTest do
     assert Exception.message(error) == "late"
     assert_raise Error, "late", fn -> raise error end
   end
+
+  test "where no broker answers, a start says so long before it gives up" do
+    connection = [hosts: "127.0.0.1:1", kafka_config: []]
+    {:ok, %{admin_props: props, bootstrap: hosts}} = Kmq.Config.connection(connection)
+
+    log =
+      ExUnit.CaptureLog.capture_log(fn ->
+        assert {:error, %Error{reason: :unreachable, message: text}} =
+                 Kmq.Topics.retention("q", hosts, props, 4_500)
+
+        assert text =~ "no broker of :hosts (127.0.0.1:1) answered"
+        assert text =~ "Connection refused"
+      end)
+
+    assert log =~ ~r/no broker of :hosts \(127.0.0.1:1\) has answered yet, giving up in [23] s/
+  end
 end

@@ -53,4 +53,16 @@ defmodule Kmq.MessageTest do
   test "nothing to settle is done" do
     assert Kmq.ack([]) == :ok
   end
+
+  test "what is no message is said, and what settles a pipeline's" do
+    assert_raise ArgumentError, ~r/expected a Kmq.Message or a list of them, got: "flour"$/, fn ->
+      Kmq.ack("flour")
+    end
+
+    assert_raise ArgumentError, ~r/got: .*settled by Broadway: return them, or/, fn ->
+      Kmq.retry([%{data: "flour", acknowledger: nil}], delay: 5)
+    end
+
+    assert Kmq.ack([]) == :ok
+  end
 end

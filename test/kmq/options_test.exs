@@ -282,4 +282,14 @@ defmodule Kmq.OptionsTest do
       assert docs =~ "* `#{inspect(key)}` ("
     end
   end
+
+  test "an option of something else says whose it is" do
+    assert {:error, text} = Options.validate([on_failure: :ack] ++ @base, :consumer)
+
+    assert text ==
+             "unknown option :on_failure, it is one of a pipeline's producer (OffBroadway.Kmq.Producer)"
+
+    assert {:error, text} = Options.validate([linger: 5] ++ @base, :producer)
+    assert text == "unknown option :linger, it is one of Kmq.Publisher.start_link/1"
+  end
 end
