@@ -38,6 +38,7 @@ void hurry_line(const char *text)
 
 void hurry_cluster(rd_kafka_mock_cluster_t *cluster) { (void)cluster; }
 
+/* NOLINTNEXTLINE(readability-inconsistent-declaration-parameter-name): libc's are reserved */
 __attribute__((visibility("default"))) int clock_gettime(clockid_t clock, struct timespec *at)
 {
     static int (*_Atomic libc)(clockid_t, struct timespec *);
