@@ -14,8 +14,8 @@ defmodule Kmq.Tracker do
   called `<group_id>__kmq_tracker`, and each takes some partitions of the marker topics. Queues of the same group are kept apart by their
   marker topics: a tracker gets partitions of those only that it has subscribed to.
 
-  The program runs outside of the VM: a fault in it takes nothing down, it is started again after a pause that grows from 0.1 to
-  10 seconds (also when it has not answered for 15 seconds), and all it needs to know is in the marker topic. It ends by itself within two seconds when the VM is gone.
+  The program runs outside of the VM: a fault in it takes nothing down, it is started again after a pause of 0.1 seconds, which doubles,
+  up to 10, when it ends within 5 seconds (also when it has not answered for 15 seconds), and all it needs to know is in the marker topic. It ends by itself within two seconds when the VM is gone.
 
   Events are in `Kmq.Telemetry`. Alarms (a missing dead letter topic, a marker of a newer version) are logged as errors, at
   most every half minute each.
@@ -34,8 +34,9 @@ defmodule Kmq.Tracker do
   @stop_ms 2_500
   @pause_min_ms 100
   @pause_max_ms 10_000
-  # A program that has run so long was not at fault for the last exit.
-  @steady_ms 30_000
+  # A program that has run so long was not at fault for the last exit. No longer: where programs are killed every few seconds, each
+  # tracker would be away for most of the time.
+  @steady_ms 5_000
   # A program that says nothing for so many beats, though asked each time, is frozen or stuck: it is killed and started again. Beats
   # are counted, not time: after the VM itself has been frozen, one beat is late, and the answers are already there.
   @beat_ms 5_000

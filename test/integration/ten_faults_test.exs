@@ -234,51 +234,57 @@ defmodule Kmq.Integration.TenFaultsTest do
     end
   end
 
-  test "2: a second tracker that joins loses nothing that is in flight", %{cluster: cluster} do
-    n = 400
+  for format <- [:range, :kmq] do
+    test "2: a second tracker that joins loses nothing that is in flight (#{format})", %{
+      cluster: cluster
+    } do
+      n = 400
 
-    {topic, options, scope} =
-      scene(cluster, :range, for(i <- 0..(n - 1), do: {"#{i}", partition: rem(i, 8)}),
-        partitions: 8
+      {topic, options, scope} =
+        scene(cluster, unquote(format), for(i <- 0..(n - 1), do: {"#{i}", partition: rem(i, 8)}),
+          partitions: 8
+        )
+
+      tracker(options)
+      # due all the time, for as long as the other one needs to join
+      mark(
+        cluster,
+        topic,
+        options,
+        for(i <- 0..(n - 1), do: start(unquote(format), scope, rem(i, 8), div(i, 8), 300 + i * 8))
       )
 
-    tracker(options)
-    # due all the time, for as long as the other one needs to join
-    mark(
-      cluster,
-      topic,
-      options,
-      for(i <- 0..(n - 1), do: start(:range, scope, rem(i, 8), div(i, 8), 300 + i * 8))
-    )
+      other =
+        start_supervised!(
+          {Tracker, Keyword.drop(options, [:fetch_config, :group_config, :tracker])},
+          id: :other
+        )
 
-    other =
-      start_supervised!(
-        {Tracker, Keyword.drop(options, [:fetch_config, :group_config, :tracker])},
-        id: :other
+      eventually(
+        fn ->
+          assert copies(cluster, topic, 8) |> Enum.uniq_by(& &1.value) |> length() == n
+          true
+        end,
+        20_000
       )
 
-    eventually(
-      fn ->
-        assert copies(cluster, topic, 8) |> Enum.uniq_by(& &1.value) |> length() == n
-        true
-      end,
-      20_000
-    )
+      {:ok, %{partitions: parts}} = Tracker.info(other)
+      assert parts != []
+      # nobody was killed: what was in flight was finished before it was given up
+      assert length(copies(cluster, topic, 8)) == n
+    end
 
-    {:ok, %{partitions: parts}} = Tracker.info(other)
-    assert parts != []
-    # nobody was killed: what was in flight was finished before it was given up
-    assert length(copies(cluster, topic, 8)) == n
-  end
+    test "3: a failed START is written again, and nothing is committed past it (#{format})" do
+      scene =
+        Scene.new(calm: true, start_ahead: 50, partitions: 1, marker_format: unquote(format))
 
-  test "3: a failed START is written again, and nothing is committed past it" do
-    scene = Scene.new(calm: true, start_ahead: 50, partitions: 1)
-    n = 300
-    Scene.publish(scene, 0..(n - 1))
-    vm = Scene.vm(scene, failpoints: "start_report=fail@2*5")
-    :ok = Scene.work(scene, vm)
-    checker = Scene.await_all(scene, n)
-    assert {checker.twice, checker.raised, Scene.dead(scene)} == {0, 0, 0}
+      n = 300
+      Scene.publish(scene, 0..(n - 1))
+      vm = Scene.vm(scene, failpoints: "start_report=fail@2*5")
+      :ok = Scene.work(scene, vm)
+      checker = Scene.await_all(scene, n)
+      assert {checker.twice, checker.raised, Scene.dead(scene)} == {0, 0, 0}
+    end
   end
 
   test "9: two queues cannot have one marker topic" do
