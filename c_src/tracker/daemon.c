@@ -414,7 +414,8 @@ static void write_line(tracker_daemon *daemon, const event *e)
          now.tv_nsec / 1000000, level_name(level), e->name);
     for (size_t i = 0; i < e->n; i++) {
         const field *f = &e->fields[i];
-        if (strcmp(f->key, "level") == 0 || (!json && f->kind == FIELD_NONE)) continue;
+        bool none = f->kind == FIELD_NONE || (f->number < 0 && strcmp(f->key, "partition") == 0);
+        if (strcmp(f->key, "level") == 0 || (!json && none)) continue;
         addf(&line, json ? ",\"%s\":" : " %s=", f->key);
         add_value(&line, e, f, json);
     }

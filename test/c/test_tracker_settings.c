@@ -331,7 +331,7 @@ static void says(void **state)
             assert_non_null(strstr(log, "\"partitions\":[\"m/0\",\"m/1\"]}\n"));
         } else {
             assert_non_null(strstr(log, "Z info redelivered topic=orders partition=3 cause=crash count=5\n"));
-            assert_non_null(strstr(log, "Z error alarm reason=copy partition=-1 text=\"a \\\"quoted\\\"\\nline\"\n"));
+            assert_non_null(strstr(log, "Z error alarm reason=copy text=\"a \\\"quoted\\\"\\nline\"\n"));
         }
         assert_null(strstr(log, "talkative"));
         assert_null(strstr(log, "gauges"));
