@@ -94,7 +94,7 @@ test-asan: setup-test
 measure = ERL_FLAGS="+sbwt none +sbwtdcpu none +sbwtdio none" KMQ_RDKAFKA_ALONE=$(BUILD)/release/rdkafka_alone MIX_ENV=$(1) \
     mix run --no-start bench/$(2).exs $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
 
-bench bench-latency bench-growth bench-idle: bench-built
+bench bench-latency bench-growth bench-idle bench-redelivery: bench-built
 bench:
 	@$(call measure,prod,bench)
 
@@ -122,9 +122,8 @@ bench-built: setup-test
 bench-quick:
 	@$(MAKE) bench ARGS="--quick $(ARGS)"
 
-bench-redelivery: setup-test
-	@MIX_ENV=prod mix compile
-	@MIX_ENV=prod mix run --no-start bench/redelivery.exs $(if $(KAFKA),--kafka $(KAFKA)) $(ARGS)
+bench-redelivery:
+	@$(call measure,prod,redelivery)
 
 bench-delay: setup-test
 	@MIX_ENV=prod mix compile

@@ -1,64 +1,48 @@
-# How fast the tracker redelivers, one way and the other, on real Kafka on the same machine.
+# make bench-redelivery: how fast the tracker redelivers, one way and the other, on real Kafka on the same machine.
 #
-#   make bench-redelivery, or: MIX_ENV=prod mix run --no-start bench/redelivery.exs [--kafka HOST:PORT] [--messages 400000] [--partitions 8] [--bytes 100] [--runs 1]
+#   make bench-redelivery ARGS="--messages 400000 --partitions 8 --bytes 100 --runs 1"     --kafka HOST:PORT (make: KAFKA=)
 #
 # Throughput: all are due when the tracker starts; from its first report of copies to the last message. Latency: one message at a time, on
 # an idle topic, as the tracker reports it (deadline to acknowledged copy, or to commit).
 
-defmodule RedeliveryBench do
+Code.require_file("support.exs", __DIR__)
+
+defmodule Bench.Redelivery do
   @moduledoc false
+  import Bench.Support
   import Bitwise
 
   @ways [:idempotent, :transactional]
 
   def main(args) do
-    {options, _, bad} =
-      OptionParser.parse(args,
-        strict: [
-          kafka: :string,
-          messages: :integer,
-          partitions: :integer,
-          bytes: :integer,
-          runs: :integer
-        ]
+    options =
+      options!(args,
+        kafka: :string,
+        messages: :integer,
+        partitions: :integer,
+        bytes: :integer,
+        runs: :integer
       )
 
-    if bad != [], do: raise(ArgumentError, "unknown option #{inspect(bad)}")
-    {:ok, _} = Application.ensure_all_started(:kmq)
-    Logger.configure(level: :warning)
-    {bootstrap, stop} = kafka(options[:kafka])
+    with_kafka(options[:kafka], fn bootstrap ->
+      b = %{
+        hosts: bootstrap,
+        messages: options[:messages] || 400_000,
+        partitions: options[:partitions] || 8,
+        bytes: options[:bytes] || 100
+      }
 
-    b = %{
-      hosts: bootstrap,
-      messages: options[:messages] || 400_000,
-      partitions: options[:partitions] || 8,
-      bytes: options[:bytes] || 100
-    }
-
-    try do
       results =
         for run <- 1..(options[:runs] || 1), way <- @ways do
           rate = throughput(b, way, run)
           {median, most} = latency(b, way, run)
-          IO.puts(:stderr, "  run #{run}, #{way}: #{round(rate)} msg/s, #{median} / #{most} ms")
+          note("run #{run}, #{way}: #{round(rate)} msg/s, #{median} / #{most} ms")
           {way, {rate, median, most}}
         end
 
       table(b, results)
-    after
-      stop.()
-    end
+    end)
   end
-
-  defp kafka(nil) do
-    Code.require_file("test/support/kafka_broker.ex")
-    broker = apply(Kmq.Test.Kafka, :start!, [[jvm: ["-Xmx1g"]]])
-
-    {apply(Kmq.Test.Kafka, :bootstrap, [broker]),
-     fn -> apply(Kmq.Test.Kafka, :stop, [broker]) end}
-  end
-
-  defp kafka(bootstrap), do: {bootstrap, fn -> :ok end}
 
   defp throughput(b, way, run) do
     {topic, options} = queue(b, b.messages, way, "t#{run}")
@@ -119,7 +103,7 @@ defmodule RedeliveryBench do
     flush()
     # the first makes connections
     [_ | late] = late
-    {Enum.at(Enum.sort(late), div(@singles, 2)), Enum.max(late)}
+    {median(late), Enum.max(late)}
   end
 
   defp flush do
@@ -211,7 +195,7 @@ defmodule RedeliveryBench do
   end
 
   defp table(b, results) do
-    IO.puts("#{b.messages} messages of #{b.bytes} bytes in #{b.partitions} partitions\n")
+    IO.puts(head("#{b.messages} messages of #{b.bytes} bytes in #{b.partitions} partitions"))
 
     IO.puts(
       "| redelivery | msg/s, best of the runs | late, median ms | late, most ms | target msg/s |"
@@ -227,4 +211,4 @@ defmodule RedeliveryBench do
   end
 end
 
-RedeliveryBench.main(System.argv())
+Bench.Redelivery.main(System.argv())

@@ -1,4 +1,3 @@
-import java.lang.management.ManagementFactory;
 import java.time.Duration;
 import java.util.List;
 import java.util.Map;
@@ -30,9 +29,7 @@ public class Consumers {
         props.put("value.deserializer", "org.apache.kafka.common.serialization.ByteArrayDeserializer");
         if (args[0].equals("plain")) plain(props, args[2], count);
         else share(props, args[2], count);
-        double seconds = (System.nanoTime() - start) / 1e9;
-        System.out.printf("%d %.6f %.6f %d%n", got, seconds, (cpu() - startCpu) / 1e9, rssKb());
-        Runtime.getRuntime().halt(0);
+        Usage.end(got, start, startCpu);
     }
 
     private static void plain(Properties props, String topic, long count) {
@@ -69,20 +66,10 @@ public class Consumers {
         long now = System.nanoTime();
         if (got == 0 && !records.isEmpty()) {
             start = now;
-            startCpu = cpu();
+            startCpu = Usage.cpu();
         }
         if (last == 0 || !records.isEmpty()) last = now;
         if (now - last > 60_000_000_000L) throw new IllegalStateException("no message for 60 s (" + got + ")");
         got += records.count();
-    }
-
-    private static long cpu() {
-        return ((com.sun.management.OperatingSystemMXBean) ManagementFactory.getOperatingSystemMXBean()).getProcessCpuTime();
-    }
-
-    private static long rssKb() throws Exception {
-        for (String line : java.nio.file.Files.readAllLines(java.nio.file.Path.of("/proc/self/status")))
-            if (line.startsWith("VmHWM:")) return Long.parseLong(line.replaceAll("[^0-9]", ""));
-        return 0;
     }
 }

@@ -2,7 +2,6 @@ import com.softwaremill.kmq.KafkaClients;
 import com.softwaremill.kmq.KmqClient;
 import com.softwaremill.kmq.KmqConfig;
 import com.softwaremill.kmq.RedeliveryTracker;
-import java.lang.management.ManagementFactory;
 import org.apache.kafka.clients.consumer.ConsumerRecord;
 import org.apache.kafka.clients.consumer.ConsumerRecords;
 import org.apache.kafka.common.serialization.ByteArrayDeserializer;
@@ -23,25 +22,13 @@ public class Kmq {
             long now = System.nanoTime();
             if (got == 0 && !records.isEmpty()) {
                 start = now;
-                startCpu = cpu();
+                startCpu = Usage.cpu();
             }
             if (!records.isEmpty()) last = now;
             if (now - last > 60_000_000_000L) throw new IllegalStateException("no message for 60 s (" + got + ")");
             for (ConsumerRecord<byte[], byte[]> record : records) client.processed(record);
             got += records.count();
         }
-        double seconds = (System.nanoTime() - start) / 1e9;
-        System.out.printf("%d %.6f %.6f %d%n", got, seconds, (cpu() - startCpu) / 1e9, rssKb());
-        Runtime.getRuntime().halt(0);
-    }
-
-    private static long cpu() {
-        return ((com.sun.management.OperatingSystemMXBean) ManagementFactory.getOperatingSystemMXBean()).getProcessCpuTime();
-    }
-
-    private static long rssKb() throws Exception {
-        for (String line : java.nio.file.Files.readAllLines(java.nio.file.Path.of("/proc/self/status")))
-            if (line.startsWith("VmHWM:")) return Long.parseLong(line.replaceAll("[^0-9]", ""));
-        return 0;
+        Usage.end(got, start, startCpu);
     }
 }

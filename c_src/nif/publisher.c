@@ -2,10 +2,16 @@
  *
  *   caller --send([..], Token)--> batch of items --> librdkafka --reports--> owner's poll --{published, Token, Results}--> caller
  *
- * The local queue is bounded (librdkafka's queue.buffering.max.*): send tells how many it took. Lock: publisher.lock over everything;
- * wake_lock is a leaf, also taken in librdkafka's callback. */
+ * The local queue is bounded (librdkafka's queue.buffering.max.*), and so is the time that one call has: send tells how many it took.
+ *
+ * Callers send while others do and while reports are read: nobody waits for another one's thousand messages. Locks, in this order:
+ *   life       read by whoever uses the producer, written by who replaces it or takes it away; nobody holds it longer than a slice
+ *   poll_lock  the reports: one reader
+ *   lock       topics, batches, waiters
+ *   wake_lock  a leaf, also taken in librdkafka's callback */
 #include "resource.h"
 
+#include <stdatomic.h>
 #include <string.h>
 #include "kafka.h"
 #include "term.h"
@@ -13,7 +19,10 @@
 enum {
     MAX_TOPICS = 1024,
     REPORTS = 256,
-    ROUNDS = 8,
+    SEND_STEP = 1000,   /* messages of one batch ... */
+    SEND_BYTES = 65536, /* ... and how many bytes, or */
+    SEND_LOOK = 32,     /* messages, between two looks at the clock */
+    SLICE_US = 300,     /* about so long a call may hold a normal scheduler */
     CLOSED_CODE = -197 /* _DESTROY */,
     PURGED_CODE = -151 /* _PURGE_INFLIGHT */,
     MAX_HEADERS = 4096
@@ -32,7 +41,8 @@ struct batch {
     ErlNifPid caller;
     ErlNifEnv *env; /* holds the token */
     ERL_NIF_TERM token;
-    size_t n, left;
+    size_t n;            /* the sender's, until it is done */
+    _Atomic size_t left; /* without a report, and one for the sender: who brings it to 0 completes the batch */
     item items[];
 };
 
@@ -42,7 +52,8 @@ typedef struct topic_entry {
 } topic_entry;
 
 typedef struct publisher {
-    ErlNifMutex *lock, *wake_lock;
+    ErlNifRWLock *life;
+    ErlNifMutex *poll_lock, *lock, *wake_lock;
     kafka_producer *producer; /* NULL = closed */
     kafka_property *props;    /* to open another one, when this one turned fatal */
     size_t n_props;
@@ -84,20 +95,47 @@ static ERL_NIF_TERM item_term(ErlNifEnv *env, const item *i)
     return term_error(env, &err);
 }
 
-static void complete(publisher *p, batch *b, ErlNifEnv *caller_env)
+static void link_batch(publisher *p, batch *b)
 {
+    enif_mutex_lock(p->lock);
+    b->next = p->first;
+    if (p->first) p->first->prev = b;
+    p->first = b;
+    enif_mutex_unlock(p->lock);
+}
+
+static void unlink_batch(publisher *p, batch *b)
+{
+    enif_mutex_lock(p->lock);
     if (b->prev)
         b->prev->next = b->next;
     else
         p->first = b->next;
     if (b->next) b->next->prev = b->prev;
+    enif_mutex_unlock(p->lock);
+}
+
+static void free_batch(batch *b)
+{
+    enif_free_env(b->env);
+    enif_free(b);
+}
+
+static void complete(publisher *p, batch *b, ErlNifEnv *caller_env)
+{
+    unlink_batch(p, b);
     ErlNifEnv *env = b->env;
     ERL_NIF_TERM list = enif_make_list(env, 0);
     for (size_t i = b->n; i-- > 0;) list = enif_make_list_cell(env, item_term(env, &b->items[i]), list);
     ERL_NIF_TERM what = enif_make_tuple3(env, atoms.published, b->token, list);
     enif_send(caller_env, &b->caller, env, enif_make_tuple3(env, atoms.kmq, enif_make_resource(env, p), what));
-    enif_free_env(env);
-    enif_free(b);
+    free_batch(b);
+}
+
+/* n of its items are known now, or its sender is done. */
+static void settle(publisher *p, batch *b, size_t n, ErlNifEnv *caller_env)
+{
+    if (n && atomic_fetch_sub(&b->left, n) == n) complete(p, b, caller_env);
 }
 
 static void forget_topics(publisher *p)
@@ -106,7 +144,15 @@ static void forget_topics(publisher *p)
     p->n_topics = 0;
 }
 
-/* The producer is gone, and with it what it had not reported. */
+static void tell_space(publisher *p, ErlNifEnv *caller_env)
+{
+    enif_mutex_lock(p->lock);
+    for (size_t i = 0; i < p->n_waiters; i++) send_simple(p, &p->waiters[i], caller_env, atoms.space);
+    p->n_waiters = 0;
+    enif_mutex_unlock(p->lock);
+}
+
+/* The producer is gone, and with it what it had not reported. life is written: nobody sends or reads reports. */
 static void fail_all(publisher *p, ErlNifEnv *caller_env, int code)
 {
     while (p->first) {
@@ -117,15 +163,15 @@ static void fail_all(publisher *p, ErlNifEnv *caller_env, int code)
     }
 }
 
-static void close_locked(publisher *p, ErlNifEnv *caller_env)
+/* life is written. */
+static void close_now(publisher *p, ErlNifEnv *caller_env)
 {
     if (!p->producer) return;
     kafka_producer_destroy(p->producer, NULL, NULL);
     p->producer = NULL;
     atomic_fetch_sub(&live_publishers, 1);
     fail_all(p, caller_env, CLOSED_CODE);
-    for (size_t i = 0; i < p->n_waiters; i++) send_simple(p, &p->waiters[i], caller_env, atoms.space);
-    p->n_waiters = 0;
+    tell_space(p, caller_env);
 }
 
 void publisher_dtor(ErlNifEnv *env, void *object)
@@ -140,13 +186,14 @@ void publisher_dtor(ErlNifEnv *env, void *object)
     while (p->first) {
         batch *b = p->first;
         p->first = b->next;
-        enif_free_env(b->env);
-        enif_free(b);
+        free_batch(b);
     }
     forget_topics(p);
     enif_free(p->topics);
     enif_free(p->memory);
     enif_free(p->waiters);
+    enif_rwlock_destroy(p->life);
+    enif_mutex_destroy(p->poll_lock);
     enif_mutex_destroy(p->lock);
     enif_mutex_destroy(p->wake_lock);
 }
@@ -159,9 +206,9 @@ void publisher_down(ErlNifEnv *env, void *object, ErlNifPid *pid, ErlNifMonitor 
     enif_mutex_lock(p->wake_lock);
     p->owner_alive = false;
     enif_mutex_unlock(p->wake_lock);
-    enif_mutex_lock(p->lock);
-    close_locked(p, env);
-    enif_mutex_unlock(p->lock);
+    enif_rwlock_rwlock(p->life);
+    close_now(p, env);
+    enif_rwlock_rwunlock(p->life);
 }
 
 /* ------------------------------------------------------------------ open, close */
@@ -177,6 +224,8 @@ KMQ_NIF(nif_publisher_open)
         !enif_get_map_value(env, argv[1], atoms.idempotent, &value) || enif_compare(value, atoms.true_) == 0;
     publisher *p = enif_alloc_resource(publisher_type, sizeof *p);
     memset(p, 0, sizeof *p);
+    p->life = enif_rwlock_create((char *)(uintptr_t) "kmq:publisher_life");
+    p->poll_lock = enif_mutex_create((char *)(uintptr_t) "kmq:publisher_poll");
     p->lock = enif_mutex_create((char *)(uintptr_t) "kmq:publisher");
     p->wake_lock = enif_mutex_create((char *)(uintptr_t) "kmq:publisher_wake");
     enif_self(env, &p->owner);
@@ -196,20 +245,22 @@ KMQ_NIF(nif_publisher_open)
     return result;
 }
 
-#define PUBLISHER_OR_RETURN(p)                                                                                         \
+#define PUBLISHER_OR_RETURN(p, lock, unlock)                                                                           \
     publisher *p;                                                                                                      \
     if (!enif_get_resource(env, argv[0], publisher_type, (void **)&p)) return enif_make_badarg(env);                   \
-    enif_mutex_lock(p->lock);                                                                                          \
+    enif_rwlock_##lock(p->life);                                                                                       \
     if (!p->producer) {                                                                                                \
-        enif_mutex_unlock(p->lock);                                                                                    \
+        enif_rwlock_##unlock(p->life);                                                                                 \
         return term_error_atom(env, atoms.closed);                                                                     \
     }
+#define USE_OR_RETURN(p) PUBLISHER_OR_RETURN(p, rlock, runlock)
+#define CHANGE_OR_RETURN(p) PUBLISHER_OR_RETURN(p, rwlock, rwunlock)
 
 /* publisher_reopen(Ref): a producer that turned fatal is replaced. What it had not reported is failed, with an outcome nobody knows. */
 KMQ_NIF(nif_publisher_reopen)
 {
     (void)argc;
-    PUBLISHER_OR_RETURN(p)
+    CHANGE_OR_RETURN(p)
     kafka_error err = {0};
     kafka_wake wake = {.fn = woken, .ctx = p, .fd = -1};
     kafka_producer *fresh;
@@ -221,20 +272,19 @@ KMQ_NIF(nif_publisher_reopen)
             p->producer = fresh;
             forget_topics(p);
             fail_all(p, env, PURGED_CODE);
-            for (size_t i = 0; i < p->n_waiters; i++) send_simple(p, &p->waiters[i], env, atoms.space);
-            p->n_waiters = 0;
+            tell_space(p, env);
         }
     }
-    enif_mutex_unlock(p->lock);
+    enif_rwlock_rwunlock(p->life);
     return rc ? term_error(env, &err) : atoms.ok;
 }
 
 KMQ_NIF(nif_publisher_test_fatal)
 {
     (void)argc;
-    PUBLISHER_OR_RETURN(p)
+    USE_OR_RETURN(p)
     int rc = kafka_producer_test_fatal(p->producer, "asked for by a test");
-    enif_mutex_unlock(p->lock);
+    enif_rwlock_runlock(p->life);
     kafka_error err = {0};
     return rc ? term_error(env, &err) : atoms.ok;
 }
@@ -242,14 +292,14 @@ KMQ_NIF(nif_publisher_test_fatal)
 KMQ_NIF(nif_publisher_close)
 {
     (void)argc;
-    PUBLISHER_OR_RETURN(p)
-    close_locked(p, env);
-    enif_mutex_unlock(p->lock);
+    CHANGE_OR_RETURN(p)
+    close_now(p, env);
+    enif_rwlock_rwunlock(p->life);
     return atoms.ok;
 }
 
 /* ------------------------------------------------------------------ send */
-static kafka_topic *get_topic(publisher *p, const char *name, kafka_error *err)
+static kafka_topic *find_topic(publisher *p, const char *name, kafka_error *err)
 {
     for (size_t i = 0; i < p->n_topics; i++)
         if (!strcmp(p->topics[i].name, name)) return p->topics[i].topic;
@@ -267,12 +317,20 @@ static kafka_topic *get_topic(publisher *p, const char *name, kafka_error *err)
     return topic;
 }
 
+static kafka_topic *get_topic(publisher *p, const char *name, kafka_error *err)
+{
+    enif_mutex_lock(p->lock);
+    kafka_topic *topic = find_topic(p, name, err);
+    enif_mutex_unlock(p->lock);
+    return topic;
+}
+
 static bool get_nullable(ErlNifEnv *env, ERL_NIF_TERM term, const void **bytes, size_t *len)
 {
     ErlNifBinary bin;
     *bytes = NULL;
     *len = 0;
-    if (enif_compare(term, atoms.nil) == 0) return true;
+    if (term == atoms.nil) return true;
     if (!enif_inspect_binary(env, term, &bin)) return false;
     *bytes = bin.size ? (const void *)bin.data : (const void *)"";
     *len = bin.size;
@@ -322,8 +380,9 @@ static bool get_headers(ErlNifEnv *env, ERL_NIF_TERM list, kafka_header **out, s
     return true;
 }
 
-/* 1 queued, 0 queue full, -1 not a message */
-static int send_one(ErlNifEnv *env, publisher *p, kafka_topic *topic, ERL_NIF_TERM term, item *to, bool *refused)
+typedef enum sent { SENT_QUEUED, SENT_REFUSED, SENT_FULL, SENT_NO_MESSAGE } sent;
+
+static sent send_one(ErlNifEnv *env, publisher *p, kafka_topic *topic, ERL_NIF_TERM term, item *to, size_t *bytes)
 {
     const ERL_NIF_TERM *t;
     int arity, partition;
@@ -335,72 +394,90 @@ static int send_one(ErlNifEnv *env, publisher *p, kafka_topic *topic, ERL_NIF_TE
     if (!enif_get_tuple(env, term, &arity, &t) || arity != 5 || !enif_get_int(env, t[0], &partition) ||
         !get_nullable(env, t[1], &key, &key_len) || !get_nullable(env, t[2], &value, &value_len) ||
         !enif_get_int64(env, t[4], &timestamp) || !get_headers(env, t[3], &headers, &n_headers, &memory))
-        return -1;
+        return SENT_NO_MESSAGE;
     kafka_error err = {0};
     int rc = kafka_producer_send(p->producer, topic, partition, key, key_len, value, value_len, headers, n_headers,
                                  timestamp, to, &err);
-    enif_free(memory);
-    if (rc == KAFKA_EFULL) return 0;
-    *refused = rc != 0;
+    if (memory) enif_free(memory);
+    *bytes += key_len + value_len;
+    if (rc == KAFKA_EFULL) return SENT_FULL;
     if (rc) to->error = err.code ? err.code : -1;
-    return 1;
+    return rc ? SENT_REFUSED : SENT_QUEUED;
 }
 
-/* publisher_send(Ref, Topic, Messages, Token) -> {ok, N} */
+/* As many of the list as there is room and time for. */
+static sent send_some(ErlNifEnv *env, publisher *p, kafka_topic *topic, ERL_NIF_TERM list, size_t most, batch *b)
+{
+    ErlNifTime start = enif_monotonic_time(ERL_NIF_USEC);
+    ERL_NIF_TERM head;
+    size_t bytes = 0, refused = 0;
+    sent result = SENT_QUEUED;
+    while (b->n < most && enif_get_list_cell(env, list, &head, &list)) {
+        item *i = &b->items[b->n];
+        *i = (item){.batch = b, .offset = -1};
+        result = send_one(env, p, topic, head, i, &bytes);
+        if (result == SENT_FULL || result == SENT_NO_MESSAGE) break;
+        refused += result == SENT_REFUSED;
+        if (++b->n % SEND_LOOK && bytes < SEND_BYTES) continue;
+        if (enif_monotonic_time(ERL_NIF_USEC) - start > SLICE_US) break;
+        bytes = 0;
+    }
+    /* what was not sent, or not taken, has no report to come */
+    if (most - b->n + refused) atomic_fetch_sub(&b->left, most - b->n + refused);
+    return result;
+}
+
+static batch *new_batch(ErlNifEnv *env, ERL_NIF_TERM token, size_t most)
+{
+    batch *b = enif_alloc(sizeof *b + most * sizeof(item));
+    if (!b) return NULL;
+    *b = (batch){.env = enif_alloc_env()};
+    atomic_init(&b->left, most + 1);
+    b->token = enif_make_copy(b->env, token);
+    enif_self(env, &b->caller);
+    return b;
+}
+
+static ERL_NIF_TERM send_batch(ErlNifEnv *env, publisher *p, kafka_topic *topic, ERL_NIF_TERM list, size_t most,
+                               ERL_NIF_TERM token)
+{
+    batch *b = new_batch(env, token, most);
+    if (!b) return term_error_atom(env, enif_make_atom(env, "enomem"));
+    link_batch(p, b);
+    sent last = send_some(env, p, topic, list, most, b);
+    /* A malformed message ends the list; what stands before it is on its way, and told as such. */
+    size_t n = b->n;
+    if (n) {
+        settle(p, b, 1, env);
+    } else {
+        unlink_batch(p, b);
+        free_batch(b);
+    }
+    enif_consume_timeslice(env, n >= 1000 ? 100 : n < 10 ? 1 : (int)(n / 10));
+    return last == SENT_NO_MESSAGE && !n ? enif_make_badarg(env) : term_ok(env, enif_make_uint64(env, n));
+}
+
+/* publisher_send(Ref, Topic, Messages, Token) -> {ok, N}: the first N are taken. Fewer than all: the rest with the next call; 0: the local queue is
+ * full. */
 KMQ_NIF(nif_publisher_send)
 {
     (void)argc;
     unsigned length;
-    char *name = term_string(env, argv[1]);
-    if (!name || !enif_get_list_length(env, argv[2], &length)) {
-        enif_free(name);
-        return enif_make_badarg(env);
-    }
     publisher *p;
-    if (!enif_get_resource(env, argv[0], publisher_type, (void **)&p)) {
-        enif_free(name);
+    if (!enif_get_resource(env, argv[0], publisher_type, (void **)&p) || !enif_get_list_length(env, argv[2], &length))
         return enif_make_badarg(env);
-    }
+    char *name = term_string(env, argv[1]);
+    if (!name) return enif_make_badarg(env);
     ERL_NIF_TERM result;
     kafka_error err = {0};
-    enif_mutex_lock(p->lock);
+    enif_rwlock_rlock(p->life);
     kafka_topic *topic = p->producer ? get_topic(p, name, &err) : NULL;
-    enif_free(name);
-    batch *b = topic ? enif_alloc(sizeof *b + length * sizeof(item)) : NULL;
-    if (!b) {
+    if (topic)
+        result = send_batch(env, p, topic, argv[2], length < SEND_STEP ? length : SEND_STEP, argv[3]);
+    else
         result = p->producer ? term_error(env, &err) : term_error_atom(env, atoms.closed);
-        enif_mutex_unlock(p->lock);
-        return result;
-    }
-    *b = (batch){.env = enif_alloc_env(), .next = p->first};
-    b->token = enif_make_copy(b->env, argv[3]);
-    enif_self(env, &b->caller);
-    if (p->first) p->first->prev = b;
-    p->first = b;
-    ERL_NIF_TERM head, tail = argv[2];
-    int rc = 1;
-    while (rc == 1 && enif_get_list_cell(env, tail, &head, &tail)) {
-        item *i = &b->items[b->n];
-        *i = (item){.batch = b, .offset = -1};
-        bool refused = false;
-        rc = send_one(env, p, topic, head, i, &refused);
-        if (rc != 1) break;
-        b->n++;
-        if (!refused) b->left++;
-    }
-    /* A malformed message ends the list; what stands before it is on its way, and told as such. */
-    size_t n = b->n;
-    result = rc < 0 && !n ? enif_make_badarg(env) : term_ok(env, enif_make_uint64(env, n));
-    if (!n) {
-        p->first = b->next;
-        if (b->next) b->next->prev = NULL;
-        enif_free_env(b->env);
-        enif_free(b);
-    } else if (!b->left) {
-        complete(p, b, env);
-    }
-    enif_mutex_unlock(p->lock);
-    enif_consume_timeslice(env, length >= 2000 ? 100 : length < 20 ? 1 : (int)(length / 20));
+    enif_rwlock_runlock(p->life);
+    enif_free(name);
     return result;
 }
 
@@ -408,9 +485,10 @@ KMQ_NIF(nif_publisher_send)
 KMQ_NIF(nif_publisher_space)
 {
     (void)argc;
-    PUBLISHER_OR_RETURN(p)
+    USE_OR_RETURN(p)
     ErlNifPid self;
     enif_self(env, &self);
+    enif_mutex_lock(p->lock); /* reports that are read from now on find the waiter */
     if (!kafka_producer_queued(p->producer)) {
         send_simple(p, &self, env, atoms.space);
     } else {
@@ -421,6 +499,7 @@ KMQ_NIF(nif_publisher_space)
         }
     }
     enif_mutex_unlock(p->lock);
+    enif_rwlock_runlock(p->life);
     return atoms.ok;
 }
 
@@ -445,41 +524,57 @@ static ERL_NIF_TERM events_term(ErlNifEnv *env, publisher *p)
     return list;
 }
 
+/* Neighbours are mostly of one batch: settled together. */
+static void read_reports(publisher *p, const kafka_report *reports, size_t n, ErlNifEnv *env)
+{
+    batch *b = NULL;
+    size_t known = 0;
+    for (size_t i = 0; i < n; i++) {
+        item *done = reports[i].opaque;
+        done->error = reports[i].error;
+        done->partition = reports[i].partition;
+        done->offset = reports[i].offset;
+        if (done->batch != b) {
+            settle(p, b, known, env);
+            b = done->batch;
+            known = 0;
+        }
+        known++;
+    }
+    settle(p, b, known, env);
+}
+
 KMQ_NIF(nif_publisher_poll)
 {
     (void)argc;
-    PUBLISHER_OR_RETURN(p)
+    USE_OR_RETURN(p)
+    enif_mutex_lock(p->poll_lock);
     enif_mutex_lock(p->wake_lock);
     p->ready_sent = false;
     enif_mutex_unlock(p->wake_lock);
     kafka_report reports[REPORTS];
-    size_t n = REPORTS;
-    int rounds = 0;
-    for (; n == REPORTS && rounds < ROUNDS; rounds++) {
+    size_t n;
+    ErlNifTime start = enif_monotonic_time(ERL_NIF_USEC), took;
+    do {
         n = kafka_producer_reports(p->producer, reports, REPORTS);
-        for (size_t i = 0; i < n; i++) {
-            item *done = reports[i].opaque;
-            done->error = reports[i].error;
-            done->partition = reports[i].partition;
-            done->offset = reports[i].offset;
-            if (--done->batch->left == 0) complete(p, done->batch, env);
-        }
-    }
-    for (size_t i = 0; i < p->n_waiters; i++) send_simple(p, &p->waiters[i], env, atoms.space);
-    p->n_waiters = 0;
+        read_reports(p, reports, n, env);
+        took = enif_monotonic_time(ERL_NIF_USEC) - start;
+    } while (n == REPORTS && took < SLICE_US);
+    tell_space(p, env);
     ERL_NIF_TERM events = events_term(env, p);
-    enif_mutex_unlock(p->lock);
+    enif_mutex_unlock(p->poll_lock);
+    enif_rwlock_runlock(p->life);
     if (n == REPORTS) woken(p); /* the rest after others had their turn */
-    enif_consume_timeslice(env, rounds >= ROUNDS ? 100 : 1 + rounds * 6);
+    enif_consume_timeslice(env, took >= 1000 ? 100 : took < 10 ? 1 : (int)(took / 10));
     return events;
 }
 
 KMQ_NIF(nif_publisher_queued)
 {
     (void)argc;
-    PUBLISHER_OR_RETURN(p)
+    USE_OR_RETURN(p)
     int queued = kafka_producer_queued(p->producer);
-    enif_mutex_unlock(p->lock);
+    enif_rwlock_runlock(p->life);
     return enif_make_int(env, queued);
 }
 
@@ -493,10 +588,10 @@ KMQ_NIF(nif_publisher_set_token)
         return enif_make_badarg(env);
     kafka_error err = {0};
     int rc = 0;
-    enif_mutex_lock(p->lock);
+    enif_rwlock_rlock(p->life);
     bool open = p->producer != NULL;
     if (open) rc = kafka_producer_set_token(p->producer, &memory.token, &err);
-    enif_mutex_unlock(p->lock);
+    enif_rwlock_runlock(p->life);
     term_token_free(&memory);
     if (!open) return term_error_atom(env, atoms.closed);
     return rc ? term_error(env, &err) : atoms.ok;

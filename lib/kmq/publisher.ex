@@ -37,8 +37,6 @@ defmodule Kmq.Publisher do
   # An outage fails messages by the thousand; the log gets a line a second.
   @log_ms 1_000
   @reopen_ms 1_000
-  # Messages of one call to the native side: half a millisecond.
-  @send_step 1_000
 
   @typedoc "Where a message is in its topic."
   @type place :: %{partition: non_neg_integer, offset: integer}
@@ -126,9 +124,17 @@ defmodule Kmq.Publisher do
            :ok <- delays_fit(pid, info, messages) do
         start = System.monotonic_time()
         timeout = options[:timeout] || message_timeout(messages) || info.delivery_timeout
-        results = alone(pid, info, groups, send_all(pid, info, groups, timeout), timeout)
-        report_sync(groups, results, System.monotonic_time() - start)
-        answer(in_order(groups, results))
+        told = send_all(pid, info, groups, timeout)
+
+        if Enum.all?(told, &written?/1) do
+          places = Enum.map(told, &places/1)
+          report_written(groups, places, System.monotonic_time() - start)
+          {:ok, in_order(groups, places)}
+        else
+          results = alone(pid, info, groups, Enum.map(told, &results/1), timeout)
+          report_sync(groups, results, System.monotonic_time() - start)
+          answer(in_order(groups, results))
+        end
       end
     end)
   end
@@ -285,34 +291,44 @@ defmodule Kmq.Publisher do
     is_binary(value) || is_nil(value) ||
       raise(ArgumentError, "expected the value to be a binary or nil, got: #{inspect(value)}")
 
-    case plain(options, -1, :none, 0) do
+    case plain(options, value, -1, :none, [], 0) do
       :others ->
         options = Options.validate!(options, :publish)
 
         {options[:partition] || -1, options[:key], value, kmq_headers(options),
          options[:timestamp] || 0}
 
-      {partition, key, timestamp} ->
-        {partition, key, value, [], timestamp}
+      message ->
+        message
     end
   end
 
   # What most messages have and what needs no more than a look, each at most once; everything else goes through the schema.
-  defp plain([], partition, :none, timestamp), do: {partition, nil, timestamp}
-  defp plain([], partition, key, timestamp), do: {partition, key, timestamp}
+  defp plain([], value, partition, :none, headers, timestamp),
+    do: {partition, nil, value, headers, timestamp}
 
-  defp plain([{:key, key} | rest], partition, :none, timestamp) when is_binary(key),
-    do: plain(rest, partition, key, timestamp)
+  defp plain([], value, partition, key, headers, timestamp),
+    do: {partition, key, value, headers, timestamp}
 
-  defp plain([{:partition, partition} | rest], -1, key, timestamp)
+  defp plain([{:key, key} | rest], value, partition, :none, headers, timestamp)
+       when is_binary(key),
+       do: plain(rest, value, partition, key, headers, timestamp)
+
+  defp plain([{:partition, partition} | rest], value, -1, key, headers, timestamp)
        when partition in 0..0x7FFFFFFF,
-       do: plain(rest, partition, key, timestamp)
+       do: plain(rest, value, partition, key, headers, timestamp)
 
-  defp plain([{:timestamp, timestamp} | rest], partition, key, 0)
+  defp plain([{:headers, [_ | _] = headers} | rest], value, partition, key, [], timestamp) do
+    if Options.Types.headers?(headers),
+      do: plain(rest, value, partition, key, headers, timestamp),
+      else: :others
+  end
+
+  defp plain([{:timestamp, timestamp} | rest], value, partition, key, headers, 0)
        when timestamp in 1..0x7FFFFFFFFFFFFFFF,
-       do: plain(rest, partition, key, timestamp)
+       do: plain(rest, value, partition, key, headers, timestamp)
 
-  defp plain(_options, _partition, _key, _timestamp), do: :others
+  defp plain(_options, _value, _partition, _key, _headers, _timestamp), do: :others
 
   # What consumers, trackers and filters read. They stand first: the first of a name counts.
   defp kmq_headers(options) do
@@ -353,11 +369,10 @@ defmodule Kmq.Publisher do
   defp delays_fit(pid, info, messages) do
     now = System.os_time(:millisecond)
 
+    delayed = for {_topic, _value, options} = message <- messages, delayed?(options), do: message
+
     longest =
-      for {topic, _value, options} <- messages,
-          List.keymember?(options, :delay, 0) or List.keymember?(options, :at, 0),
-          due = due(options, now),
-          reduce: %{} do
+      for {topic, _value, options} <- delayed, due = due(options, now), reduce: %{} do
         longest -> Map.update(longest, topic, due - now, &max(&1, due - now))
       end
 
@@ -374,6 +389,10 @@ defmodule Kmq.Publisher do
       end
     end)
   end
+
+  defp delayed?([]), do: false
+  defp delayed?([{name, _} | _rest]) when name in [:delay, :at], do: true
+  defp delayed?([_ | rest]), do: delayed?(rest)
 
   defp retention(pid, info, topic) do
     case :ets.lookup(info.topics, {:retention, topic}) do
@@ -403,7 +422,7 @@ defmodule Kmq.Publisher do
     end)
   end
 
-  # All groups are sent before any report is waited for. The results of each group, in its order.
+  # All groups are sent before any report is waited for. What is told of each group: lists of results, in its order.
   defp send_all(pid, info, groups, timeout) do
     monitor = Process.monitor(pid)
     deadline = deadline(timeout)
@@ -415,17 +434,30 @@ defmodule Kmq.Publisher do
 
     reports_by = deadline(info.delivery_timeout + @report_margin_ms)
 
-    results =
+    told =
       for steps <- pending do
-        Enum.flat_map(steps, fn
-          {:sent, token, n} -> await(info.ref, monitor, token, n, reports_by)
-          {:failed, error, n} -> List.duplicate({:error, error}, n)
-        end)
+        for step <- steps, do: await(step, info.ref, monitor, reports_by)
       end
 
     Process.demonitor(monitor, [:flush])
-    results
+    told
   end
+
+  # The common case makes no list but the last one: of thousands of messages each would be copied by the garbage collector.
+  defp written?(lists), do: Enum.all?(lists, &all_written?/1)
+
+  defp all_written?([]), do: true
+  defp all_written?([{partition, _} | rest]) when is_integer(partition), do: all_written?(rest)
+  defp all_written?(_results), do: false
+
+  defp places(lists), do: lists |> Enum.reverse() |> Enum.reduce([], &places/2)
+
+  defp places([], later), do: later
+
+  defp places([{partition, offset} | rest], later),
+    do: [%{partition: partition, offset: offset} | places(rest, later)]
+
+  defp results(lists), do: for(list <- lists, result <- list, do: result(result))
 
   # Refused with others: who knows which one it was.
   defp alone(_pid, _info, [{_topic, _indexes, [_one]}], results, _timeout), do: results
@@ -453,7 +485,8 @@ defmodule Kmq.Publisher do
   end
 
   defp send_one(pid, info, topic, entry, timeout) do
-    [[result]] = send_all(pid, info, [{topic, nil, [entry]}], timeout)
+    [lists] = send_all(pid, info, [{topic, nil, [entry]}], timeout)
+    [result] = results(lists)
     other? = match?({:error, _}, result) and not too_large?(result)
     {result, if(other?, do: result)}
   end
@@ -463,23 +496,20 @@ defmodule Kmq.Publisher do
 
   defp send_group(_ref, _monitor, _topic, [], _deadline), do: []
 
+  # A call takes as many as it has time for; none: there is no room.
   defp send_group(ref, monitor, topic, entries, deadline) do
     token = make_ref()
-    {now, later} = Enum.split(entries, @send_step)
-    size = length(now)
 
-    case :kmq_nif.publisher_send(ref, topic, now, token) do
-      {:ok, ^size} ->
-        [{:sent, token, size} | send_group(ref, monitor, topic, later, deadline)]
+    case :kmq_nif.publisher_send(ref, topic, entries, token) do
+      {:ok, 0} ->
+        case await_space(ref, monitor, deadline) do
+          :ok -> send_group(ref, monitor, topic, entries, deadline)
+          {:error, error} -> [{:failed, error, length(entries)}]
+        end
 
       {:ok, n} ->
-        rest = Enum.drop(entries, n)
-        head = if n > 0, do: [{:sent, token, n}], else: []
-
-        case await_space(ref, monitor, deadline) do
-          :ok -> head ++ send_group(ref, monitor, topic, rest, deadline)
-          {:error, error} -> head ++ [{:failed, error, length(rest)}]
-        end
+        later = Enum.drop(entries, n)
+        [{:sent, token, n} | send_group(ref, monitor, topic, later, deadline)]
 
       {:error, error} ->
         [{:failed, Error.from_native(error, "publishing to #{inspect(topic)}"), length(entries)}]
@@ -505,9 +535,12 @@ defmodule Kmq.Publisher do
         retriable?: true
       )
 
-  defp await(ref, monitor, token, n, deadline) do
+  defp await({:failed, error, n}, _ref, _monitor, _deadline),
+    do: List.duplicate({:error, error}, n)
+
+  defp await({:sent, token, n}, ref, monitor, deadline) do
     receive do
-      {:kmq, ^ref, {:published, ^token, results}} -> Enum.map(results, &result/1)
+      {:kmq, ^ref, {:published, ^token, results}} -> results
       {:DOWN, ^monitor, _, _, _} -> closed_late(ref, token, n)
     after
       left(deadline) ->
@@ -518,12 +551,13 @@ defmodule Kmq.Publisher do
   # The publisher ended; what it had to report may be in the mailbox already.
   defp closed_late(ref, token, n) do
     receive do
-      {:kmq, ^ref, {:published, ^token, results}} -> Enum.map(results, &result/1)
+      {:kmq, ^ref, {:published, ^token, results}} -> results
     after
       0 -> List.duplicate({:error, closed()}, n)
     end
   end
 
+  defp result({:error, %Error{}} = error), do: error
   defp result({:error, error}), do: {:error, Error.from_native(error)}
   defp result({partition, offset}), do: {:ok, %{partition: partition, offset: offset}}
 
@@ -543,14 +577,22 @@ defmodule Kmq.Publisher do
       else: {:error, results}
   end
 
+  defp report_written(groups, places, duration) do
+    for {{topic, _indexes, _entries}, places} <- Enum.zip(groups, places),
+        do: report_published(topic, length(places), duration)
+  end
+
   defp report_sync(groups, results, duration) do
     for {{topic, _indexes, _entries}, results} <- Enum.zip(groups, results) do
       reasons = for {:error, error} <- results, do: error.reason
-      published = length(results) - length(reasons)
-      measurements = %{count: published, duration: duration}
-      published > 0 && Telemetry.execute([:kmq, :publish], measurements, %{topic: topic})
+      report_published(topic, length(results) - length(reasons), duration)
       report_failed(topic, reasons)
     end
+  end
+
+  defp report_published(topic, count, duration) do
+    count > 0 &&
+      Telemetry.execute([:kmq, :publish], %{count: count, duration: duration}, %{topic: topic})
   end
 
   defp report_failed(topic, reasons) do
@@ -752,28 +794,24 @@ defmodule Kmq.Publisher do
   end
 
   defp send_one(state, queue, from, deadline, topic, entries, done) do
-    {now, later} = Enum.split(entries, @send_step)
-
-    case :kmq_nif.publisher_send(state.ref, topic, now, topic) do
-      {:ok, n} when n == length(now) and later == [] ->
-        GenServer.reply(from, :ok)
-        send_queued(%{state | queue: queue, outstanding: state.outstanding + n})
-
-      {:ok, n} when n == length(now) ->
-        state = %{state | outstanding: state.outstanding + n}
-        send_one(state, queue, from, deadline, topic, later, done + n)
-
-      {:ok, n} ->
-        rest = {from, deadline, topic, Enum.drop(entries, n), done + n}
+    case :kmq_nif.publisher_send(state.ref, topic, entries, topic) do
+      {:ok, 0} ->
+        rest = {from, deadline, topic, entries, done}
         _ = :kmq_nif.publisher_space(state.ref)
         deadline != :infinity && Process.send_after(self(), :expire, left(deadline))
+        expire(%{state | queue: :queue.in_r(rest, queue), asking: true})
 
-        expire(%{
-          state
-          | queue: :queue.in_r(rest, queue),
-            outstanding: state.outstanding + n,
-            asking: true
-        })
+      {:ok, n} ->
+        state = %{state | outstanding: state.outstanding + n}
+
+        case Enum.drop(entries, n) do
+          [] ->
+            GenServer.reply(from, :ok)
+            send_queued(%{state | queue: queue})
+
+          later ->
+            send_one(state, queue, from, deadline, topic, later, done + n)
+        end
 
       {:error, error} ->
         GenServer.reply(

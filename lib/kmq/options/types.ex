@@ -164,12 +164,16 @@ defmodule Kmq.Options.Types do
 
   @spec headers(term) :: result
   def headers(value) do
-    if is_list(value) and Enum.all?(value, &header?/1),
+    if headers?(value),
       do: {:ok, value},
       else:
         {:error,
          "expected a list of {name, value}, the name a string, the value a binary or nil, got: #{inspect(value)}"}
   end
+
+  @doc "Is it a list of headers?"
+  @spec headers?(term) :: boolean
+  def headers?(value), do: is_list(value) and Enum.all?(value, &header?/1)
 
   defp header?({name, value}) when is_binary(name) and (is_binary(value) or is_nil(value)),
     do: name != ""
