@@ -13,7 +13,7 @@ enum {
     BUSY_MS = 20,
     COMMIT_PAUSE_MS = 200,
     REFUSED_PAUSE_MS = 5000,
-    SLICE_US = 700
+    SLICE_US = 400
 };
 
 /* Positive, unlike the VM's own: 0 can mean "never". */

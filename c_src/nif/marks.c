@@ -6,7 +6,7 @@
 #include "atoms.h"
 #include "../kafka/failpoint.h"
 
-enum { START_PAUSE_MS = 100, KMQ_BATCH = 500, START_MOST = 4000, REPORTS = 256 };
+enum { START_PAUSE_MS = 100, KMQ_BATCH = 100, START_MOST = 4000, REPORTS = 256 };
 
 static bool is_start(uint8_t type);
 
@@ -352,7 +352,8 @@ static bool write_marks(engine *e, part *p, uint8_t type, kmq_range *ranges, siz
             used = write_range_record(e, p, type, ranges, n, time_ms, cause, flags, text, text_len);
             if (!used) break;
         } else {
-            int64_t written = write_kmq_records(e, p, type, ranges, n, time_ms, cause, flags, text, text_len, now);
+            int64_t written = write_kmq_records(e, p, type, ranges, n < KMQ_BATCH ? n : KMQ_BATCH, time_ms, cause,
+                                                flags, text, text_len, now);
             if (!written) break;
             while (used < n && written >= ranges[used].hi - ranges[used].lo)
                 written -= ranges[used].hi - ranges[used].lo, used++;
@@ -373,13 +374,14 @@ static void write_parks(engine *e, part *p, int64_t now)
     enum { MOST = sizeof e->ranges / sizeof *e->ranges };
     park *parks = p->parks;
     size_t count = p->n_parks, i = 0;
+    int64_t records = e->config.format == FORMAT_RANGE ? INT64_MAX : KMQ_BATCH;
     if (!count) return;
     p->parks = NULL;
     p->n_parks = p->cap_parks = 0;
     while (i < count) {
         const park *first = &parks[i];
         size_t n = 0;
-        for (; i < count && parks[i].due_ms == first->due_ms; i++) {
+        for (int64_t left = records; i < count && left && parks[i].due_ms == first->due_ms; i++, left--) {
             int64_t o = parks[i].offset;
             if (n && e->ranges[n - 1].hi == o)
                 e->ranges[n - 1].hi++;
@@ -389,7 +391,11 @@ static void write_parks(engine *e, part *p, int64_t now)
                 e->ranges[n++] = (kmq_range){o, o + 1};
         }
         (void)write_marks(e, p, KMQ_MARKER_PARK, e->ranges, n, first->due_ms, 0, 0, NULL, 0, now);
+        if (engine_slice_over(e)) break;
     }
+    if (i < count) engine_notify_owner(e, 0); /* the rest with the next poll */
+    for (; i < count; i++)
+        if (!marks_park(p, parks[i].offset, parks[i].due_ms)) p->lame = true;
     enif_free(parks);
 }
 

@@ -438,9 +438,18 @@ static batch *new_batch(ErlNifEnv *env, ERL_NIF_TERM token, size_t most)
     return b;
 }
 
-static ERL_NIF_TERM send_batch(ErlNifEnv *env, publisher *p, kafka_topic *topic, ERL_NIF_TERM list, size_t most,
-                               ERL_NIF_TERM token)
+/* The list may be as long as its owner likes: it is not walked to its end. */
+static size_t step_of(ErlNifEnv *env, ERL_NIF_TERM list)
 {
+    ERL_NIF_TERM head;
+    size_t n = 0;
+    while (n < SEND_STEP && enif_get_list_cell(env, list, &head, &list)) n++;
+    return n;
+}
+
+static ERL_NIF_TERM send_batch(ErlNifEnv *env, publisher *p, kafka_topic *topic, ERL_NIF_TERM list, ERL_NIF_TERM token)
+{
+    size_t most = step_of(env, list);
     batch *b = new_batch(env, token, most);
     if (!b) return term_error_atom(env, enif_make_atom(env, "enomem"));
     link_batch(p, b);
@@ -462,9 +471,8 @@ static ERL_NIF_TERM send_batch(ErlNifEnv *env, publisher *p, kafka_topic *topic,
 KMQ_NIF(nif_publisher_send)
 {
     (void)argc;
-    unsigned length;
     publisher *p;
-    if (!enif_get_resource(env, argv[0], publisher_type, (void **)&p) || !enif_get_list_length(env, argv[2], &length))
+    if (!enif_get_resource(env, argv[0], publisher_type, (void **)&p) || !enif_is_list(env, argv[2]))
         return enif_make_badarg(env);
     char *name = term_string(env, argv[1]);
     if (!name) return enif_make_badarg(env);
@@ -473,7 +481,7 @@ KMQ_NIF(nif_publisher_send)
     enif_rwlock_rlock(p->life);
     kafka_topic *topic = p->producer ? get_topic(p, name, &err) : NULL;
     if (topic)
-        result = send_batch(env, p, topic, argv[2], length < SEND_STEP ? length : SEND_STEP, argv[3]);
+        result = send_batch(env, p, topic, argv[2], argv[3]);
     else
         result = p->producer ? term_error(env, &err) : term_error_atom(env, atoms.closed);
     enif_rwlock_runlock(p->life);

@@ -34,7 +34,7 @@ enum {
     HAND_OUT = 64,      /* messages between two looks at the clock */
     AHEAD_MAX = 65536,  /* messages STARTed beside start_ahead, at most */
     AHEAD_FRESH_MS = 200,
-    SLICE_US = 700 /* a normal scheduler is not held longer than about this */
+    SLICE_US = 400 /* a normal scheduler is not held longer than about this */
 };
 
 static bool slice_over(ErlNifTime start) { return enif_monotonic_time(ERL_NIF_USEC) - start > SLICE_US; }

@@ -788,8 +788,8 @@ static int next_deadline(const tracker *t)
     for (const tracker_part *part = t->parts; part; part = part->next) least(&wait, tracker_part_wait(t, part));
     if (t->token_ask_ms != INT64_MAX) least(&wait, t->token_ask_ms - now);
     least(&wait, t->tick_ms - now);
-    least(&wait, t->commit_ms - now);
-    least(&wait, t->sums_ms - now);
+    if (tracker_commits_wanted(t)) least(&wait, t->commit_ms - now);
+    if (tracker_sums_open(t)) least(&wait, t->sums_ms - now);
     if (t->recover_waiting) least(&wait, t->recover_retry_ms - now);
     least(&wait, tracker_send_wait(t));
     least(&wait, tracker_redeliver_wait(t));

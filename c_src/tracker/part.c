@@ -431,6 +431,13 @@ static bool wants_commit(const tracker_part *part)
     return offset > part->committed || (part->txn.confirm && offset == part->committed);
 }
 
+bool tracker_commits_wanted(const tracker *t)
+{
+    for (const tracker_part *part = t->parts; part; part = part->next)
+        if (wants_commit(part)) return t->mode == MODE_RUNNING;
+    return false;
+}
+
 static void commit_free(commit_record *commit)
 {
     free(commit->parts);

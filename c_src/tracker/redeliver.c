@@ -587,8 +587,13 @@ static void sum_tell(tracker *t, tracker_part *part, const char *event, tracker_
     *sum = (tracker_sum){0};
 }
 
+static int64_t total(const tracker *t) { return t->n_redelivered + t->n_dead_lettered + t->n_gone; }
+
+bool tracker_sums_open(const tracker *t) { return t->n_told != total(t); }
+
 void tracker_sums_tell(tracker *t)
 {
+    t->n_told = total(t);
     for (tracker_part *part = t->parts; part; part = part->next) {
         for (size_t cause = 0; cause < TRACKER_CAUSES; cause++) {
             sum_tell(t, part, "redelivered", &part->redelivered[cause], cause);

@@ -344,7 +344,8 @@ struct tracker {
     bool witnessing; /* one partition at a time */
     int64_t witness_ms;
     int64_t alarm_ms[ALARM_KINDS];
-    int64_t n_redelivered, n_dead_lettered, n_gone, n_ahead /* of what was due: read before */;
+    int64_t n_redelivered, n_dead_lettered, n_gone, n_told /* of their sum */;
+    int64_t n_ahead /* of what was due: read before */;
 };
 
 /* loop.c */
@@ -463,6 +464,7 @@ typedef struct tracker_part_gauges {
     int64_t checkpoint_age_ms; /* of the one that commits refer to */
 } tracker_part_gauges;
 void tracker_part_measure(const tracker *t, const tracker_part *part, tracker_part_gauges *out);
+bool tracker_commits_wanted(const tracker *t);
 void tracker_commits_send(tracker *t);
 void tracker_give_back(tracker_part *part, int64_t offset);
 void tracker_commit_done(tracker *t, const kafka_event *event);
@@ -515,6 +517,7 @@ void tracker_copy_done(tracker *t, tracker_item *item,
 void tracker_copy_failed(tracker *t, tracker_item *item, int error);
 void tracker_targets_ask(tracker *t, tracker_target *target); /* does it exist */
 void tracker_end_add(tracker *t, tracker_part *part, int64_t offset, uint8_t cause, int64_t copy_offset);
+bool tracker_sums_open(const tracker *t); /* something is not told yet */
 void tracker_sums_tell(tracker *t);
 
 #endif

@@ -166,7 +166,9 @@ defmodule Kmq.Config do
         {"linger.ms", to_string(valid[:linger])},
         {"message.timeout.ms", to_string(valid[:delivery_timeout])},
         {"queue.buffering.max.kbytes", to_string(max(div(valid[:queue_bytes], 1024), 1))},
-        {"queue.buffering.max.messages", to_string(valid[:queue_messages])}
+        {"queue.buffering.max.messages", to_string(valid[:queue_messages])},
+        # What is reported at once is freed at once, in one call on a scheduler.
+        {"batch.num.messages", "4000"}
       ]
 
       extra = valid[:kafka_config]
@@ -541,6 +543,8 @@ defmodule Kmq.Config do
       {"topic.metadata.refresh.interval.ms", "10000"},
       {"queue.buffering.max.messages", "500000"},
       {"queue.buffering.max.kbytes", "65536"},
+      # What is reported at once is freed at once, in one call on a scheduler; in the format with a record for each message that is much.
+      {"batch.num.messages", "2000"},
       {"message.timeout.ms", "120000"}
     ]
   end
