@@ -60,7 +60,7 @@ kafka_admin *tracker_tracker_admin(void *thread, kafka_error *err)
 kafka_reader *tracker_reader(void *thread, kafka_error *err)
 {
     static const kafka_property ours[] = {{"socket.nagle.disable", "true"},
-                                          {"fetch.wait.max.ms", "50"},
+                                          {"fetch.wait.max.ms", "100"},
                                           {"queued.min.messages", "10000"},
                                           {"queued.max.messages.kbytes", "16384"}};
     thread_keep *keep = thread;

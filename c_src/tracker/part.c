@@ -271,6 +271,8 @@ int64_t tracker_part_wait(const tracker *t, const tracker_part *part)
     if (part->state == PART_READY && (part->n_held || !part->warm) && !part->asking && part->ask_ms - t->now_ms < wait)
         wait = part->ask_ms - t->now_ms;
     if (part->state == PART_READY && tracker_ahead_wait(t, part) < wait) wait = tracker_ahead_wait(t, part);
+    int64_t witness = tracker_witness_wait(t, part);
+    if (witness < wait) wait = witness;
     return wait < 0 ? 0 : wait;
 }
 

@@ -485,6 +485,7 @@ typedef enum tracker_seen { WITNESS_UNKNOWN, WITNESS_SAME, WITNESS_GONE, WITNESS
 tracker_seen tracker_witness_look(kafka_reader *reader, const char *markers, int32_t partition, tracker_witness witness,
                                   kafka_error *err);
 void tracker_witness_step(tracker *t, tracker_part *part);
+int64_t tracker_witness_wait(const tracker *t, const tracker_part *part);
 
 /* past.c: a marker topic that was made anew under its name */
 void tracker_past_keep(tracker *t, const tracker_part *part); /* it is given up, or its position is lost */

@@ -77,10 +77,21 @@ static void witness_done(helper_job *job, void *owner)
     free(witness);
 }
 
+static bool wants(const tracker *t, const tracker_part *part)
+{
+    return !part->gone && part->state == PART_READY && t->mode == MODE_RUNNING && !t->witnessing &&
+           part->last.offset >= 0 && part->last.offset != part->witness.offset;
+}
+
+int64_t tracker_witness_wait(const tracker *t, const tracker_part *part)
+{
+    int64_t at_ms = part->witness_ms > t->witness_ms ? part->witness_ms : t->witness_ms;
+    return wants(t, part) ? at_ms - t->now_ms : INT64_MAX;
+}
+
 void tracker_witness_step(tracker *t, tracker_part *part)
 {
-    if (part->gone || part->state != PART_READY || t->mode != MODE_RUNNING || t->witnessing) return;
-    if (part->last.offset < 0 || part->last.offset == part->witness.offset) return;
+    if (!wants(t, part)) return;
     if (t->now_ms < part->witness_ms || t->now_ms < t->witness_ms) return;
     witness_job *witness = tracker_alloc(sizeof *witness);
     witness->job.run = witness_run;
