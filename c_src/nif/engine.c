@@ -295,9 +295,12 @@ static void destroy_clients(engine *e)
 static void close_leave(engine *e)
 {
     e->close_step = CLOSE_LEAVE;
-    if (e->asked && !e->config.cooperative) /* never answered: there is nothing to settle */
-        kafka_consumer_unassign(e->consumer, NULL);
-    engine_asked_nothing(e);
+    if (e->config.cooperative) {
+        engine_take_asked(e);
+    } else {
+        if (e->asked) kafka_consumer_unassign(e->consumer, NULL); /* never answered: there is nothing to settle */
+        engine_asked_nothing(e);
+    }
     marks_flush(e, engine_now());
     if (kafka_consumer_close_begin(e->consumer, NULL)) { /* fatal: it is no member any more */
         engine_retire_all(e);

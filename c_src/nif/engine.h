@@ -302,6 +302,7 @@ void engine_rebalance_event(engine *engine, const kafka_event *event, ErlNifEnv 
                             int64_t now);
 void engine_revoke_on(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
 void engine_retire_all(engine *engine);
+void engine_take_asked(engine *engine);    /* before it leaves (cooperative) */
 void engine_asked_nothing(engine *engine); /* whatever was asked: the answer is not waited for any more */
 /* The partition begins at `offset`, before what was read of it: its topic is another one of the same name. What was handed out of the old one is
  * forgotten, or its acks would settle what stands in the same places now. */

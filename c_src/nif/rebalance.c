@@ -312,6 +312,20 @@ void engine_asked_nothing(engine *e)
     e->asked = 0;
 }
 
+/* A member that leaves in the middle of that: librdkafka sends no LeaveGroup when it has nothing assigned of what the group has given it, and the group
+ * waits until its session is over. So it is assigned, for as long as the leaving takes. */
+void engine_take_asked(engine *e)
+{
+    kafka_partition *list = e->n_asked ? enif_alloc(e->n_asked * sizeof *list) : NULL;
+    for (size_t i = 0; i < e->n_asked && list; i++)
+        list[i] = (kafka_partition){.topic = e->asked_parts[i].topic->name,
+                                    .partition = e->asked_parts[i].partition,
+                                    .offset = KAFKA_OFFSET_END};
+    e->asked = 0;
+    if (!list || kafka_consumer_assign_add(e->consumer, list, e->n_asked, NULL)) engine_asked_nothing(e);
+    enif_free(list);
+}
+
 static bool add_asked(engine *e, const kafka_event *event)
 {
     new_part *list = enif_realloc(e->asked_parts, (e->n_asked + event->n_partitions + 1) * sizeof *list);
@@ -343,16 +357,19 @@ static bool give_back(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events)
     if (!e->config.cooperative) {
         rc = kafka_consumer_unassign(e->consumer, &err);
     } else {
-        size_t n = e->n_assigned - e->n_active;
-        kafka_partition *list = enif_alloc((n + 1) * sizeof *list);
+        size_t n = 0;
+        kafka_partition *list = enif_alloc((e->n_assigned - e->n_active + e->n_asked + 1) * sizeof *list);
         if (!list) return false;
-        for (size_t i = 0; i < n; i++) {
-            const part *p = e->active[e->n_active + i];
-            list[i] =
-                (kafka_partition){.topic = p->topic->name, .partition = p->partition, .offset = KAFKA_OFFSET_NONE};
-        }
+        for (size_t i = e->n_active; i < e->n_assigned; i++)
+            list[n++] = (kafka_partition){
+                .topic = e->active[i]->topic->name, .partition = e->active[i]->partition, .offset = KAFKA_OFFSET_NONE};
+        for (size_t i = 0; i < e->n_asked && e->state != ENGINE_OPEN; i++) /* engine_take_asked */
+            list[n++] = (kafka_partition){.topic = e->asked_parts[i].topic->name,
+                                          .partition = e->asked_parts[i].partition,
+                                          .offset = KAFKA_OFFSET_NONE};
         rc = kafka_consumer_assign_remove(e->consumer, list, n, &err);
         enif_free(list);
+        if (e->state != ENGINE_OPEN) engine_asked_nothing(e);
     }
     if (rc)
         *events = enif_make_list_cell(env, enif_make_tuple2(env, atoms.error, term_kafka_error(env, &err)), *events);
@@ -490,6 +507,7 @@ static void leave(engine *e, const kafka_event *event)
 static void leave_asked(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events)
 {
     size_t kept = 0, before = e->n_asked;
+    if (e->state != ENGINE_OPEN) return; /* all of it is given back */
     for (size_t i = 0; i < before; i++)
         if (!goes(e, event, e->asked_parts[i].topic, e->asked_parts[i].partition))
             e->asked_parts[kept++] = e->asked_parts[i];

@@ -225,4 +225,29 @@ defmodule Kmq.Integration.CooperativeTest do
     assert Handle.close(first, 20_000) == :ok
     eventually(fn -> length(assigned(third)) == 1 end, 30_000)
   end
+
+  test "a member that does not know yet where its partitions begin leaves at once, too", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, @partitions)
+
+    options =
+      options(cluster, topic,
+        kafka_config: [consumer: ["heartbeat.interval.ms": 200]],
+        group_config: [session_timeout_seconds: 300],
+        assignor: :cooperative_sticky,
+        group_id: topic
+      )
+
+    config = Config.new!(options, :consumer)
+    first = open(config)
+    eventually(fn -> length(assigned(first)) == @partitions end, 20_000)
+    second = open(config)
+    blind(second)
+    # Two are taken from the first, and wait with the second.
+    eventually(fn -> length(assigned(first)) == 2 and Handle.info(second).epoch > 1 end, 20_000)
+    assert assigned(second) == []
+    assert Handle.close(second, 20_000) == :ok
+    eventually(fn -> length(assigned(first)) == @partitions end, 20_000)
+  end
 end
