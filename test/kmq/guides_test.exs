@@ -9,6 +9,7 @@ defmodule Kmq.GuidesTest do
   @moduletag timeout: 120_000
 
   pages = ["README.md" | Path.wildcard("guides/*.md")]
+  @pages pages
 
   # What the reader of a page has already.
   @shop """
@@ -103,6 +104,40 @@ defmodule Kmq.GuidesTest do
   defp partition do
     numbers = ~w(partition end committed lag buffered started open oldest_open_ms)a
     Map.merge(Map.new(numbers, &{&1, 1}), %{topic: "orders", state: :assigned})
+  end
+
+  # Each command is taken as it stands there, but for the hosts; what it does is tasks_test's.
+  test "the mix tasks that pages show have these words and options" do
+    sandbox = start_supervised!({Kmq.Sandbox, topics: %{"orders" => 4}})
+    hosts = Kmq.Sandbox.bootstrap(sandbox)
+
+    commands =
+      for page <- @pages,
+          [_, task, rest] <-
+            Regex.scan(~r/^ {4}mix (kmq\.\w+)((?: \S+)*)/m, File.read!(page)),
+          do: {page, task, OptionParser.split(rest)}
+
+    assert length(commands) >= 8
+
+    for {page, task, args} <- commands do
+      args = Enum.map(args, &String.replace(&1, "kafka-1:9092", hosts))
+      args = if "--hosts" in args, do: args, else: args ++ ["--hosts", hosts]
+      assert quietly(task, args) in [:ok, 1], "#{page}: mix #{task} #{Enum.join(args, " ")}"
+    end
+  end
+
+  defp quietly(task, args) do
+    level = Logger.level()
+
+    ExUnit.CaptureIO.capture_io(:stderr, fn ->
+      ExUnit.CaptureIO.capture_io(fn ->
+        send(self(), {:status, catch_exit(exit(Mix.Task.get!(task).run(args)))})
+      end)
+    end)
+
+    Logger.configure(level: level)
+    assert_received {:status, status}
+    with {:shutdown, code} <- status, do: code
   end
 
   # A pipeline that a page shows is started as it stands there, on a Kafka of its own, and handles a message.
