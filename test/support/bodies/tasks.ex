@@ -109,6 +109,25 @@ defmodule Kmq.Test.Bodies.Tasks do
     [again] = pull(consumer, 1)
     assert {again.id, again.attempt} == {bad.id, 1}
     assert Kmq.ack(again, sync: true) == :ok
+
+    # What waits: how many, the oldest of them, and when the first is due.
+    assert {0, _, ""} =
+             mix(Tasks.Publish, [topic, "x", "--partition", "0", "--delay", "60000"] ++ hosts)
+
+    eventually(
+      fn ->
+        {0, out, ""} = mix(Tasks.Inspect, of)
+        [row, idle] = out |> String.split("\n", trim: true) |> tl()
+        assert row =~ ~r/^#{topic}\s+0\s+0\s+1\s+1\s+\d+ \(\d+\.\d s\)\s+in [45]\d\.\d s\s+\d+$/
+        assert idle =~ ~r/^#{topic}\s+1\s+0\s+0\s+0\s+-\s+-\s+\d+$/
+      end,
+      15_000
+    )
+
+    {0, out, ""} = mix(Tasks.Inspect, ["--json" | of])
+    [_, due] = Regex.run(~r/"next_due_ms":(\d+)/, out)
+    assert String.to_integer(due) - System.os_time(:millisecond) in 1..60_000
+    assert out =~ ~s("parked":1) and out =~ ~s("oldest_since_ms":)
   end
 
   body "wrong arguments are 2, a cluster that is not there is 1, help is help", %{
