@@ -59,6 +59,34 @@ defmodule Kmq.Integration.TopicLifeTest do
     end
   end
 
+  @rounds String.to_integer(
+            System.get_env(
+              "KMQ_ROUNDS",
+              if(System.get_env("KMQ_LONG") == "1", do: "30", else: "3")
+            )
+          )
+  for {assignor, tags} <- [roundrobin: [], cooperative_sticky: [cooperative: true]] do
+    for {tag, value} <- tags, do: @tag([{tag, value}])
+    @tag timeout: scaled(60_000 + @rounds * 60_000)
+    test "deleted and made anew again and again, with four partitions (#{assignor})", %{
+      cluster: cluster
+    } do
+      topic = queue(cluster, 4)
+
+      options =
+        options(cluster, topic,
+          kafka_config: @quick,
+          assignor: unquote(assignor),
+          max_processing_time: 600_000
+        )
+
+      args = [cluster, topic, options, @rounds, Scene.seed()]
+      time = scaled(60_000 + @rounds * 60_000)
+      times = VM.call(vm(), TopicLife, :again_and_again, args, time)
+      IO.puts("\nmade anew #{@rounds} times: all new messages after #{inspect(times)} ms")
+    end
+  end
+
   test "deleted while it is read: each of six consumers closes in time", %{cluster: cluster} do
     topic = queue(cluster, 6)
     options = options(cluster, topic, kafka_config: @quick)

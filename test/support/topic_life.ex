@@ -74,4 +74,63 @@ defmodule Kmq.Test.TopicLife do
     delete(cluster, topic)
     Enum.each(consumers, &stopped_in_time/1)
   end
+
+  @parts 4
+
+  @doc """
+  A topic of several partitions, deleted and made anew again and again under its consumer, with more or less time in between: each time all
+  messages of the new one come, from every partition. How long that took, in ms.
+  """
+  def again_and_again(cluster, topic, options, rounds, seed) do
+    :rand.seed(:exsss, {seed, 7, 7})
+    consumer = start(options)
+    eventually(fn -> assigned(consumer) == Enum.to_list(0..(@parts - 1)) end, 20_000)
+    times = for round <- 1..rounds, do: round(cluster, topic, consumer, round)
+    stopped_in_time(consumer)
+    times
+  end
+
+  defp round(cluster, topic, consumer, round) do
+    # Some have many, some nothing: where a partition stands is below or above the end of the one that takes its place.
+    values = for p <- 0..(@parts - 1), n = Enum.random([0, 1, 10, 200]), i <- 1..n//1, do: {p, i}
+
+    publish(cluster, topic, for({p, i} <- values, do: {"#{round} #{p} #{i}", partition: p}))
+    messages = pull(consumer, length(values), 60_000)
+    # Half of it is in work when the topic goes.
+    _ = Kmq.ack(Enum.take_random(messages, div(length(values), 2)))
+
+    :ok = Topics.delete_topic(topic, hosts: cluster.hosts)
+    Process.sleep(Enum.random([0, 0, 50, 300, 1_000, 3_000]))
+
+    eventually(
+      fn -> :ok == Topics.create_topic(topic, @parts, hosts: cluster.hosts) end,
+      20_000
+    )
+
+    Process.sleep(Enum.random([0, 0, 200, 2_000]))
+    new = for p <- 0..(@parts - 1), i <- 1..5, do: {"new #{round} #{p} #{i}", partition: p}
+    publish(cluster, topic, new)
+    begun = System.monotonic_time(:millisecond)
+    wanted = MapSet.new(new, &elem(&1, 0))
+    all = pull_all(consumer, wanted, begun + scaled(45_000), MapSet.new())
+    ms = System.monotonic_time(:millisecond) - begun
+
+    assert MapSet.size(all) == MapSet.size(wanted),
+           "round #{round}: missing #{inspect(MapSet.to_list(MapSet.difference(wanted, all)), limit: 30)}; " <>
+             inspect(Handle.info(GenServer.call(consumer, :handle)), limit: :infinity)
+
+    ms
+  end
+
+  # All are acknowledged; what is left of the old topic does not count.
+  defp pull_all(consumer, wanted, deadline, seen) do
+    messages = Consumer.pull(consumer, max: 500, wait: 100)
+    _ = Kmq.ack(messages)
+    seen = for m <- messages, m.value in wanted, into: seen, do: m.value
+
+    if MapSet.size(seen) < MapSet.size(wanted) and
+         System.monotonic_time(:millisecond) < deadline,
+       do: pull_all(consumer, wanted, deadline, seen),
+       else: seen
+  end
 end
