@@ -82,13 +82,22 @@ static void *core_realloc(void *ctx, void *ptr, size_t size)
 const kmq_alloc core_alloc = {core_realloc, NULL};
 
 /* ------------------------------------------------------------------ commits */
+/* When the next commit can go out; INT64_MAX: none is due, or what is awaited first wakes the owner itself. A commit that is due while none is
+ * taken would have it polled at once, again and again. */
+static int64_t commit_at(const engine *e)
+{
+    if (e->commit_in_flight || e->revoking == REVOKE_SETTLE) return INT64_MAX;
+    return e->commit_due < e->commit_refused_until ? e->commit_refused_until : e->commit_due;
+}
+
 /* Where a message kills its VM again and again, it does so soon after an assignment: for a while commits go out with the hand-out itself, so
  * that also a killer behind the first window is below the committed offset the next time. */
 void engine_want_commit(engine *e, int64_t now)
 {
     int64_t due = now < e->prompt_until && engine_marks(e) ? now : now + e->config.commit_interval_ms;
     if (e->commit_due > due) e->commit_due = due;
-    engine_notify_owner(e, e->commit_due > now ? e->commit_due - now : 0);
+    int64_t at = commit_at(e);
+    if (at != INT64_MAX) engine_notify_owner(e, at > now ? at - now : 0);
 }
 
 /* part.lock is held */
@@ -400,7 +409,7 @@ static int64_t earliest(engine *e, int64_t now)
         int64_t t_ = (t);                                                                                              \
         if (t_ < next) next = t_;                                                                                      \
     } while (0)
-    if (!e->commit_in_flight) SOONER(e->commit_due);
+    SOONER(commit_at(e));
     SOONER(e->flush_due);
     if (atomic_load(&e->pending) && e->flush_due == INT64_MAX) SOONER(now + e->config.ack_flush_ms);
     if (engine_marks(e))
@@ -484,7 +493,7 @@ int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_m
     if (!engine_marks(e)) modes_say(e, env, events, now);
     flush_on(e, env, events, now);
     engine_revoke_on(e, env, events, now);
-    if (now >= e->commit_due && e->state == ENGINE_OPEN) engine_send_commit(e, now);
+    if (now >= commit_at(e) && e->state == ENGINE_OPEN) engine_send_commit(e, now);
     close_on(e, env, events, now);
     note_broken(e, env, events, now);
     beyond_end(e, now);

@@ -4,7 +4,7 @@ defmodule Kmq.Sandbox.BroadwayKafkaTest do
 
   import ExUnit.CaptureLog
 
-  alias Kmq.Test.{Checker, Host}
+  alias Kmq.Test.{Checker, Host, Scene}
 
   defp start(options, handled) do
     host =
@@ -86,6 +86,35 @@ defmodule Kmq.Sandbox.BroadwayKafkaTest do
     assert log =~ "OFFSET_METADATA_TOO_LARGE"
     assert Host.producers(host) == producers
     assert Host.stop(host) == :ok
+  end
+
+  # A commit that is due and cannot go out must not have the consumer's process polled again and again until it can.
+  test "commits that the group refuses for a while: nothing spins until they are taken again", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+
+    options = options(cluster, topic, commit_interval: 20, tracker: :external)
+    publish(cluster, topic, ["first"])
+    consumer = consumer(options)
+    assert Kmq.ack(pull(consumer, 1), sync: true) == :ok
+    refused = {:request_errors, :offset_commit, [:rebalance_in_progress]}
+    :ok = Kmq.Sandbox.inject(cluster.sandbox, refused)
+    Scene.listen()
+    publish(cluster, topic, ["second"])
+    assert Kmq.ack(pull(consumer, 1)) == :ok
+
+    assert_receive {[:kmq, :error], _, %{error: %{reason: :rebalance_in_progress}}},
+                   scaled(15_000)
+
+    # Each hand-out makes a commit due; none goes out for 5 s.
+    publish(cluster, topic, ["third"])
+    assert Kmq.ack(pull(consumer, 1)) == :ok
+    :kmq_nif.busy()
+    Process.sleep(1_000)
+    {_, polls, _, _} = List.keyfind(:kmq_nif.busy(), :consumer_poll, 0)
+    assert polls < 100
+    eventually(fn -> assert committed(cluster, options, topic) == 3 end, 20_000)
   end
 
   test "an acknowledger that raises leaves the producer alive, and the others' acks good", %{
