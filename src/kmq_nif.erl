@@ -6,7 +6,7 @@
 %% Errors: `{error, {Name, Code, Retriable, Fatal, Text}}' of Kafka, `{error, closed | stale}'; wrong arguments raise badarg.
 -module(kmq_nif).
 
--export([version/0, live/0, errors/0, busy/0, backoff/3]).
+-export([version/0, live/0, errors/0, busy/0, backoff/3, property/2]).
 -export([consumer_open/3, consumer_subscribe/1, consumer_topics/2, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_take/3, consumer_lanes/2, consumer_settle/3,
          consumer_retry/5, consumer_extend/3, consumer_reject/2, consumer_again/1, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
          consumer_close/2, consumer_close/3, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/5, consumer_test_fatal/2, consumer_reopen/1]).
@@ -65,6 +65,9 @@ errors() -> erlang:nif_error(not_loaded).
 %% Test builds: how long calls have held a normal scheduler, in its processor's time, since the last call of this.
 -spec busy() -> [{atom(), Calls :: integer(), LongestUs :: integer(), LongerThanAMillisecond :: integer()}].
 busy() -> erlang:nif_error(not_loaded).
+%% Whether this librdkafka takes it; a name with a ? in front may be unknown.
+-spec property(binary(), binary()) -> ok | failure().
+property(_Name, _Value) -> erlang:nif_error(not_loaded).
 -spec backoff(tuple(), integer(), float()) -> non_neg_integer().
 backoff(_Spec, _Attempt, _U) -> erlang:nif_error(not_loaded).
 

@@ -41,6 +41,21 @@ static KMQ_NIF(nif_live)
     return map;
 }
 
+static KMQ_NIF(nif_property)
+{
+    (void)argc;
+    char *name = term_string(env, argv[0]), *value = term_string(env, argv[1]);
+    ERL_NIF_TERM result;
+    kafka_error err = {0};
+    if (!name || !value)
+        result = enif_make_badarg(env);
+    else
+        result = kafka_property_check(&(kafka_property){name, value}, &err) ? term_error(env, &err) : atoms.ok;
+    enif_free(name);
+    enif_free(value);
+    return result;
+}
+
 struct errors {
     ErlNifEnv *env;
     ERL_NIF_TERM list;
@@ -192,6 +207,7 @@ static ErlNifFunc functions[] = {
     {"live", 0, nif_live, 0},
     {"errors", 0, nif_errors, 0},
     {"backoff", 3, nif_backoff, 0},
+    {"property", 2, nif_property, 0},
     {"consumer_open", 3, nif_consumer_open, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_subscribe", 1, nif_consumer_subscribe, ERL_NIF_DIRTY_JOB_IO_BOUND},
     {"consumer_topics", 2, nif_consumer_topics, ERL_NIF_DIRTY_JOB_IO_BOUND},

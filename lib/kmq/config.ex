@@ -75,6 +75,7 @@ defmodule Kmq.Config do
          :ok <- assignor(valid[:assignor], :kmq_nif.version()),
          valid = hide(valid),
          config = build(valid, kind, topics, security),
+         :ok <- heartbeats(config.consumer_props, valid),
          :ok <- whole(config.admin_props) do
       idle = Options.idle(options) ++ idle_by_delivery(options, valid[:delivery])
       idle != [] && warn_idle(idle)
@@ -285,7 +286,8 @@ defmodule Kmq.Config do
   defp derive_topics(valid) do
     topics = valid[:topics]
 
-    with {:ok, redeliver} <- named(:redeliver_to, valid, topics, & &1),
+    with :ok <- no_markers(topics),
+         {:ok, redeliver} <- named(:redeliver_to, valid, topics, & &1),
          :ok <- redeliver_known(redeliver, topics),
          {:ok, markers} <-
            named(:marker_topic, valid, topics, &default_marker_topic(&1, valid[:group_id])),
@@ -295,6 +297,19 @@ defmodule Kmq.Config do
          :ok <- dead_letter_names(dead_letters, markers, topics) do
       {:ok,
        %{marker_topics: markers, dead_letter_topics: dead_letters, redeliver_topics: redeliver}}
+    end
+  end
+
+  # Its records are no messages, and the markers about them would be about markers.
+  defp no_markers(topics) do
+    case Enum.find(topics, &(&1 =~ ~r/.__.+__markers\z/)) do
+      nil ->
+        :ok
+
+      topic ->
+        {:error,
+         "invalid value for :topics option: #{inspect(topic)} is a marker topic, which is Kmq's own: name the queue topic. " <>
+           "Kmq.Inspect and mix kmq.inspect show what is in it"}
     end
   end
 
@@ -400,13 +415,8 @@ defmodule Kmq.Config do
   defp timing(valid) do
     group = valid[:group_config] || []
     session = group[:session_timeout_seconds]
-    heartbeat = group[:heartbeat_rate_seconds]
 
     cond do
-      session && heartbeat >= session ->
-        {:error,
-         "invalid value for :heartbeat_rate_seconds option of :group_config: it must be below :session_timeout_seconds (#{session}), got: #{heartbeat}"}
-
       session && session > 3_600 ->
         {:error,
          "invalid value for :session_timeout_seconds option of :group_config: expected at most 3600, got: #{session}"}
@@ -422,6 +432,46 @@ defmodule Kmq.Config do
       true ->
         :ok
     end
+  end
+
+  # One heartbeat may be late or lost: where only one fits into a session, that ends the membership. Kafka's own rule is a third.
+  defp heartbeats(props, valid) do
+    {session, session_option} = beat(props, valid, "session.timeout.ms", :session_timeout_seconds)
+
+    {heartbeat, option} = beat(props, valid, "heartbeat.interval.ms", :heartbeat_rate_seconds)
+
+    cond do
+      2 * heartbeat > session ->
+        {:error,
+         "invalid value for #{option}: #{heartbeat} ms is more than half of the session timeout of #{session} ms, so one late heartbeat " <>
+           "would end the membership. Give a third of it or less, or a longer #{session_option}"}
+
+      3 * heartbeat > session ->
+        require Logger
+
+        Logger.warning(
+          "kmq: #{option}: #{heartbeat} ms is more than a third of the session timeout of #{session} ms"
+        )
+
+      true ->
+        :ok
+    end
+  end
+
+  defp beat(props, valid, name, group_option) do
+    {_, value} = List.keyfind(props, name, 0)
+
+    own? =
+      for(group <- [:common, :consumer], do: valid[:kafka_config][group] || [])
+      |> Enum.any?(&List.keymember?(&1, name, 0))
+
+    option =
+      if own?,
+        do: "#{name} of the :kafka_config option",
+        else: "#{inspect(group_option)} option of :group_config"
+
+    # Checked before: librdkafka takes it for a number.
+    {value |> String.trim() |> String.to_integer(), option}
   end
 
   # ---- assignor

@@ -25,7 +25,8 @@ defmodule Kmq.Options do
     heartbeat_rate_seconds: [
       type: :pos_integer,
       default: 5,
-      doc: "`heartbeat.interval.ms`; must be below the session timeout, a third of it at most."
+      doc:
+        "`heartbeat.interval.ms`: a third of the session timeout at most. Beyond it the log says so, beyond the half of it it is refused."
     ],
     rebalance_timeout_seconds: [
       type: {:custom, Types, :integer_in, [1, 86_400]},
@@ -130,7 +131,8 @@ defmodule Kmq.Options do
       type_doc: "`t:keyword/0`",
       doc:
         "Any property of librdkafka, as `[common: [...], consumer: [...], producer: [...], tracker: [...]]`. They come last and " <>
-          "win over everything else, except the few on which the guarantees rest: those are refused, naming the option to use."
+          "win over everything else, except the few on which the guarantees rest: those are refused, naming the option to use. So is what this " <>
+          "librdkafka does not know; `\"?name\"` is left out where it does not."
     ]
   ]
 

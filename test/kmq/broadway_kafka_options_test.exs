@@ -127,7 +127,9 @@ defmodule Kmq.BroadwayKafkaOptionsTest do
        good: [{3, %{"heartbeat.interval.ms" => "3000"}}],
        bad: [
          {1.5, "expected a positive integer, got: 1.5"},
-         {30, "it must be below :session_timeout_seconds (30), got: 30"}
+         {16,
+          "16000 ms is more than half of the session timeout of 30000 ms, so one late heartbeat would end the membership. " <>
+            "Give a third of it or less, or a longer :session_timeout_seconds option of :group_config"}
        ]
      }},
     {{:group_config, :rebalance_timeout_seconds},

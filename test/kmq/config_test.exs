@@ -49,6 +49,20 @@ defmodule Kmq.ConfigTest do
       assert config.dead_letter_topics == %{"a" => "a__undelivered", "copies" => "a__undelivered"}
     end
 
+    test "a marker topic is no queue" do
+      for delivery <- [:markers, :offsets, :at_most_once] do
+        assert message(topics: ["orders", "orders__shop__markers"], delivery: delivery) ==
+                 "invalid value for :topics option: \"orders__shop__markers\" is a marker topic, which is Kmq's own: name the queue topic. " <>
+                   "Kmq.Inspect and mix kmq.inspect show what is in it"
+      end
+
+      assert {:error, %Error{message: message}} =
+               Config.with_topics(config([]), ["orders", "a__b__markers"])
+
+      assert message =~ "\"a__b__markers\" is a marker topic"
+      for topic <- ["markers", "__markers", "a__markers"], do: config(topics: [topic])
+    end
+
     test "names that a group id makes impossible name the option to set" do
       assert message(group_id: "my shop") ==
                "the marker topic of \"orders\" and group \"my shop\", \"orders__my shop__markers\", has characters Kafka does not take in " <>
@@ -150,8 +164,37 @@ defmodule Kmq.ConfigTest do
       assert config.commit_interval == 5_000
       assert property(Config.for_index(config, 3), "group.instance.id") == "w-3"
 
+      too_seldom = fn option, heartbeat, session, longer ->
+        "invalid value for #{option}: #{heartbeat} ms is more than half of the session timeout of #{session} ms, so one late heartbeat " <>
+          "would end the membership. Give a third of it or less, or a longer #{longer}"
+      end
+
+      group = &"#{inspect(&1)} option of :group_config"
+      [beat, session] = Enum.map([:heartbeat_rate_seconds, :session_timeout_seconds], group)
+
       assert message(group_config: [session_timeout_seconds: 5]) ==
-               "invalid value for :heartbeat_rate_seconds option of :group_config: it must be below :session_timeout_seconds (5), got: 5"
+               too_seldom.(beat, 5_000, 5_000, session)
+
+      assert message(group_config: [session_timeout_seconds: 30, heartbeat_rate_seconds: 29]) ==
+               too_seldom.(beat, 29_000, 30_000, session)
+
+      own = "heartbeat.interval.ms of the :kafka_config option"
+
+      assert message(kafka_config: [consumer: ["heartbeat.interval.ms": 16_000]]) ==
+               too_seldom.(own, 16_000, 30_000, session)
+
+      assert message(kafka_config: [consumer: ["session.timeout.ms": 9_000]]) ==
+               too_seldom.(beat, 5_000, 9_000, "session.timeout.ms of the :kafka_config option")
+
+      # More than a third is said, a third is what Kafka recommends.
+      for {heartbeat, said?} <- [{15, true}, {10, false}] do
+        log =
+          ExUnit.CaptureLog.capture_log(fn ->
+            config(group_config: [session_timeout_seconds: 30, heartbeat_rate_seconds: heartbeat])
+          end)
+
+        assert log =~ "15000 ms is more than a third of the session timeout of 30000 ms" == said?
+      end
 
       assert message(group_config: [session_timeout_seconds: 3_601]) ==
                "invalid value for :session_timeout_seconds option of :group_config: expected at most 3600, got: 3601"
@@ -179,6 +222,28 @@ defmodule Kmq.ConfigTest do
              |> Enum.frequencies()
              |> Map.values()
              |> Enum.uniq() == [1]
+    end
+
+    test "kafka_config takes what this librdkafka knows, and says so before a client is opened" do
+      {version, _} = :kmq_nif.version()
+
+      for group <- [:common, :consumer, :producer, :tracker] do
+        assert message(kafka_config: [{group, foo: 1}]) ==
+                 "invalid value for :kafka_config option: foo: unknown property (librdkafka #{version}); its CONFIGURATION.md has them all"
+
+        assert message(kafka_config: [{group, "fetch.min.bytes": "many"}]) ==
+                 "invalid value for :kafka_config option: fetch.min.bytes: value refused (librdkafka #{version}); its CONFIGURATION.md has them all"
+      end
+
+      assert {:error, %Error{reason: :invalid_option, message: text}} =
+               Config.publisher(hosts: "h:1", kafka_config: [producer: [{"linger", 5}]])
+
+      assert text =~ "linger: unknown property"
+      assert property(config(kafka_config: [common: ["?foo": 1]]), "?foo") == "1"
+      # A secret's value is nobody's to try.
+      secret = fn -> raise "not now" end
+      assert %Config{} = config(kafka_config: [common: ["ssl.key.password": secret]])
+      assert message(kafka_config: [common: ["sasl.passwords": secret]]) =~ "sasl.passwords"
     end
 
     test "kafka_config cannot take the ground from under the guarantees" do
@@ -345,12 +410,15 @@ defmodule Kmq.ConfigTest do
       assert message(kafka_config: [common: ["sasl.mechanism": "OAUTHBEARER"]]) =~
                "OAUTHBEARER needs tokens: give them by client_config"
 
-      for more <- [
-            "sasl.oauthbearer.method": "oidc",
-            "enable.sasl.oauthbearer.unsecure.jwt": true
-          ] do
-        assert config(kafka_config: [common: [{:"sasl.mechanism", "OAUTHBEARER"}, more]])
-      end
+      mechanism = &[common: [{:"sasl.mechanism", "OAUTHBEARER"}, &1]]
+      assert config(kafka_config: mechanism.({:"enable.sasl.oauthbearer.unsecure.jwt", true}))
+
+      # Not every librdkafka is built with it.
+      own = mechanism.({:"sasl.oauthbearer.method", "oidc"})
+
+      if :kmq_nif.property("sasl.oauthbearer.method", "oidc") == :ok,
+        do: assert(config(kafka_config: own)),
+        else: assert(message(kafka_config: own) =~ "sasl.oauthbearer.method: value refused")
     end
 
     test "nobody opens an admin client past the tokens" do

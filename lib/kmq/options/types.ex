@@ -491,17 +491,30 @@ defmodule Kmq.Options.Types do
         {:error, "#{name} cannot be set here: #{reason}"}
 
       is_function(value, 0) and Kmq.Security.secret_property?(name) ->
-        {:ok, {name, value}}
+        known({name, value}, "secret")
 
       not printable?(value) ->
         {:error, "expected a string, number, boolean or atom for #{name}"}
 
       true ->
-        {:ok, {name, to_string(value)}}
+        known({name, to_string(value)}, to_string(value))
     end
   end
 
   defp property(_other), do: {:error, "expected a list of {name, value}"}
+
+  # Tried on a configuration of librdkafka's, so that a name that is none does not wait for the first client. A plugin would be loaded.
+  defp known({"plugin.library.paths", _} = property, _value), do: {:ok, property}
+
+  defp known({name, _} = property, value) do
+    case :kmq_nif.property(name, value) do
+      :ok ->
+        {:ok, property}
+
+      {:error, {_name, _code, _retriable, _fatal, text}} ->
+        {:error, "#{text}; its CONFIGURATION.md has them all"}
+    end
+  end
 
   defp printable?(value),
     do: is_binary(value) or is_number(value) or (is_atom(value) and not is_nil(value))
