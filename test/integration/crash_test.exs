@@ -34,7 +34,7 @@ defmodule Kmq.CrashTest do
       end
     end
 
-    # {where it kills itself, what nobody had in work yet}
+    # {where it kills itself, what nobody had in work yet}; the second time in the other format, whose STARTs and ENDs are one for each message
     for {point, untouched} <- [
           {"start_report=kill", true},
           {"start_handout=kill", true},
@@ -42,9 +42,18 @@ defmodule Kmq.CrashTest do
           {"handout_commit=kill@4", false},
           {"commit_ack=kill@3", false},
           {"ack_end=kill", false}
-        ] do
-      test "killed at #{point}: a successor finishes its work" do
-        scene = Scene.new(start_ahead: 50)
+        ],
+        format <- [:range, :kmq] do
+      if format == :kmq, do: @tag(:slow)
+
+      test "killed at #{point}: a successor finishes its work (#{format})" do
+        scene =
+          Scene.new(
+            start_ahead: 50,
+            marker_format: unquote(format),
+            max_processing_time: if(unquote(format) == :kmq, do: 3_000, else: 300_000)
+          )
+
         n = 1_000
         Scene.publish(scene, 0..(n - 1))
         vm = Scene.vm(scene, failpoints: unquote(point))

@@ -271,10 +271,20 @@ defmodule Kmq.Integration.DeliveryTest do
     work = pull(first, 2)
     second = consumer(options.(60_000))
     eventually(fn -> assert states(first) == [:leaving, :leaving] end, 15_000)
-    assert Consumer.pull(second, wait: 300) == []
+    # Nothing more of it is handed out meanwhile, to nobody.
+    publish(cluster, topic, [{"c", partition: 0}])
+    assert Consumer.pull(second, wait: 300) ++ Consumer.pull(first, wait: 300) == []
     assert Kmq.ack(work) == :ok
     eventually(fn -> assert states(second) == [:assigned] end, 15_000)
     assert committed(cluster, options.(1), 2) == %{0 => 1, 1 => 1}
+
+    assert [%{value: "c", attempt: 1}] =
+             rest =
+             eventually(fn ->
+               with([] <- Consumer.pull(second, []) ++ Consumer.pull(first, []), do: nil)
+             end)
+
+    assert Kmq.ack(rest) == :ok
     assert Consumer.pull(second, wait: 300) ++ Consumer.pull(first, wait: 300) == []
   end
 

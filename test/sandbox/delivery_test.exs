@@ -51,6 +51,27 @@ defmodule Kmq.Sandbox.DeliveryTest do
     |> Enum.each(fn {column, wanted, found} -> assert {column, found} == {column, wanted} end)
   end
 
+  test "at most once: what is not committed yet is nobody's, however long that takes", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ["first"])
+    {:ok, consumer} = Consumer.start_link(options(cluster, topic, delivery: :at_most_once))
+    assert [%{value: "first"}] = pull(consumer, 1)
+    # Refused, and not tried again for 5 s.
+    refused = {:request_errors, :offset_commit, [:rebalance_in_progress]}
+    :ok = Kmq.Sandbox.inject(cluster.sandbox, refused)
+    Kmq.Test.Scene.listen()
+    publish(cluster, topic, ["second"])
+    assert Consumer.pull(consumer, wait: 1_000) == []
+
+    assert_receive {[:kmq, :error], _, %{error: %{reason: :rebalance_in_progress}}},
+                   scaled(15_000)
+
+    assert [%{value: "second"}] = pull(consumer, 1, 30_000)
+    :ok = Consumer.stop(consumer)
+  end
+
   test "what a pipeline can be told" do
     [_actions, options] = tables()
 
