@@ -55,7 +55,11 @@ defmodule Kmq.Ordering do
 
   @doc "Broadway's partition_by for processors. A message from a producer knows its lane, one from a test has metadata at most."
   @spec processor(map, scope) :: non_neg_integer
-  def processor(%{acknowledger: {Acknowledger, _, {_, _, {_, _, lane, _}}}}, _scope), do: lane
+  def processor(%{acknowledger: {Acknowledger, _, {_, _, {_, _, lane, _} = mark}}}, _scope) do
+    Lanes.passed(mark)
+    lane
+  end
+
   def processor(message, scope), do: lane(message, scope)
 
   @doc "Broadway's partition_by for the consumers of a batcher. A message that is seen here has left its processor."

@@ -57,6 +57,10 @@ defmodule Kmq.StageHost do
     GenServer.start_link(__MODULE__, options)
   end
 
+  @doc "The name of one of its processes, as Broadway has it for the names that its pipeline's module gives."
+  @spec process_name(term, String.t()) :: {:via, module, term}
+  def process_name(host, base), do: {:via, Registry, {Kmq.Registry, {__MODULE__, host, base}}}
+
   @doc "The workers' pids, for tests and demos that kill them."
   @spec workers(pid) :: [pid]
   def workers(host), do: GenServer.call(host, :workers)
@@ -79,8 +83,10 @@ defmodule Kmq.StageHost do
   defp prepare(options) do
     {module, _} = options[:producer]
 
+    name = options[:name] || make_ref()
+
     broadway = [
-      name: options[:name] || make_ref(),
+      name: name,
       producer: [module: options[:producer], concurrency: options[:producers]],
       processors: [
         default:
@@ -102,6 +108,7 @@ defmodule Kmq.StageHost do
       end
 
     options
+    |> Keyword.put(:name, name)
     |> Keyword.put(:producer, broadway[:producer][:module])
     |> Keyword.put(:broadway, broadway)
     |> Keyword.put(:batchers, broadway[:batchers])

@@ -61,7 +61,7 @@ defmodule Kmq.Test.ClusterCase do
       [] = except -- Enum.map(module.bodies(), &elem(&1, 0))
 
       for {name, function} <- module.bodies(), name not in except do
-        @tag timeout: 60_000
+        @tag timeout: Kmq.Test.Eventually.scaled(60_000)
         test name, context do
           apply(unquote(module), unquote(function), [context])
         end

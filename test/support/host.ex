@@ -117,6 +117,9 @@ defmodule Kmq.Test.Host do
     end
   end
 
+  @doc "As a user who settles it in a way of his own, like Broadway.NoopAcknowledger."
+  def take_acknowledger(message), do: %{message | acknowledger: {__MODULE__.Nothing, nil, nil}}
+
   defmodule Nothing do
     @moduledoc false
     def ack(_ref, _successful, _failed), do: :ok

@@ -7,9 +7,12 @@ defmodule Kmq.StageHost.Worker do
   @spec start_link([pid], %{atom => pid}, non_neg_integer, keyword) :: pid
   def start_link(stages, batchers, index, options) do
     spawn_link(fn ->
-      # Asked for again in portions of max - min, as GenStage's consumers do.
-      portion = options[:max_demand] - options[:min_demand]
-      work = %{options: options, batchers: batchers, portion: portion, index: index}
+      {:via, _, {registry, name}} =
+        Kmq.StageHost.process_name(options[:name], "Processor_default_#{index}")
+
+      # Of a name that is the user's there may be two hosts: nobody looks for the workers of the second.
+      _ = Registry.register(registry, name, nil)
+      work = %{options: options, batchers: batchers, index: index}
       stages |> Map.new(&subscribe(&1, work)) |> loop(work)
     end)
   end
@@ -24,14 +27,23 @@ defmodule Kmq.StageHost.Worker do
     ]
 
     send(stage, {:"$gen_producer", {self(), ref}, {:subscribe, nil, subscription}})
-    send(stage, {:"$gen_producer", {self(), ref}, {:ask, options[:max_demand]}})
-    {ref, stage}
+    ask({stage, ref}, options[:max_demand])
+    {ref, {stage, options[:max_demand]}}
   end
+
+  defp ask(_from, 0), do: :ok
+  defp ask({stage, ref}, n), do: send(stage, {:"$gen_producer", {self(), ref}, {:ask, n}})
 
   defp loop(subscriptions, work) do
     receive do
       {:"$gen_consumer", {stage, ref}, events} when is_list(events) ->
-        work(events, {stage, ref}, work)
+        {^stage, pending} = subscriptions[ref]
+        pending = work(events, {stage, ref}, pending, work)
+        loop(Map.put(subscriptions, ref, {stage, pending}), work)
+
+      # As each process of OTP answers it, when it is through with what came before.
+      {:system, from, {:debug, {:statistics, :get}}} ->
+        GenServer.reply(from, {:ok, :no_statistics})
         loop(subscriptions, work)
 
       # The host drains: with the last of them it is over.
@@ -44,15 +56,17 @@ defmodule Kmq.StageHost.Worker do
         loop(Map.delete(subscriptions, ref), work)
 
       {:stage, stage} ->
-        {ref, stage} = subscribe(stage, work)
-        loop(Map.put(subscriptions, ref, stage), work)
+        {ref, subscription} = subscribe(stage, work)
+        loop(Map.put(subscriptions, ref, subscription), work)
     end
   end
 
-  defp work([], _from, _work), do: :ok
+  # As GenStage's consumers: in portions of max - min at most, and when min or less of what was asked for is still to come
+  # it is asked for again, up to max, behind the portion. The rest of what is pending is returned.
+  defp work([], _from, pending, _work), do: pending
 
-  defp work(events, {stage, ref} = from, %{options: options} = work) do
-    {now, later} = Enum.split(events, work.portion)
+  defp work(events, from, pending, %{options: options} = work) do
+    {now, later} = Enum.split(events, options[:max_demand] - options[:min_demand])
     handled = Enum.map(now, &handle(&1, options[:handler]))
     {successful, failed} = Enum.split_with(handled, &(&1.status == :ok))
     failed = handle_failed(failed, options[:handle_failed])
@@ -64,8 +78,10 @@ defmodule Kmq.StageHost.Worker do
       pass_on(successful, work.batchers)
     end
 
-    send(stage, {:"$gen_producer", {self(), ref}, {:ask, length(now)}})
-    work(later, from, work)
+    pending = pending - length(now)
+    more = if pending <= options[:min_demand], do: options[:max_demand] - pending, else: 0
+    ask(from, more)
+    work(later, from, pending + more, work)
   end
 
   defp pass_on(messages, batchers) do

@@ -114,6 +114,7 @@ defmodule OffBroadway.Kmq.Producer do
   alias OffBroadway.Kmq.Acknowledger
 
   @reopen_ms 1_000
+  @look_ms 50
   # Broadway kills what is not down in :shutdown; the handle's end must be reported before.
   @margin_ms 1_000
   @default_shutdown_ms 30_000
@@ -130,8 +131,10 @@ defmodule OffBroadway.Kmq.Producer do
   }
 
   # handle nil: not open (yet, or again). demand: what was asked for and not emitted.
-  # Where an order is kept: order = {scope, processors, max_demand, batchers?}, lanes what the processors want, processors their
-  # monitors by pid, dying those of them that were there when one of them ended.
+  # Where an order is kept: order = %{scope:, processors: their names by lane, demand: {max, min}, batchers?:}, lanes what the processors
+  # want, processors their monitors by pid, dying those of them that were there when one of them ended, full the lanes that the last look
+  # found without room and what was done of them, look? whether another look is under way, asked the lanes whose processors were asked whether
+  # they are through.
   defstruct [
     :config,
     :key,
@@ -144,7 +147,10 @@ defmodule OffBroadway.Kmq.Producer do
     demand: 0,
     draining: false,
     processors: %{},
-    dying: nil
+    dying: nil,
+    full: %{},
+    look?: false,
+    asked: %{}
   ]
 
   @doc """
@@ -167,8 +173,8 @@ defmodule OffBroadway.Kmq.Producer do
 
   @doc false
   @spec prepare_for_start(module, keyword) :: {[], keyword}
-  def prepare_for_start(_module, broadway) do
-    {module, options} = broadway[:producer][:module]
+  def prepare_for_start(module, broadway) do
+    {producer_module, options} = broadway[:producer][:module]
     config = Config.new!(options, :producer)
     refuse_partition_by(config.ordering, broadway)
 
@@ -177,9 +183,14 @@ defmodule OffBroadway.Kmq.Producer do
       {:error, error} -> raise error
     end
 
-    {order, broadway} = order(config.ordering, broadway)
+    {order, broadway} = order(config.ordering, module, broadway)
     # From here on the options are a struct that shows no secret when it is printed.
-    producer = Keyword.put(broadway[:producer], :module, {module, [config: config, order: order]})
+    producer =
+      Keyword.put(
+        broadway[:producer],
+        :module,
+        {producer_module, [config: config, order: order]}
+      )
 
     {[], Keyword.put(broadway, :producer, producer)}
   end
@@ -205,10 +216,10 @@ defmodule OffBroadway.Kmq.Producer do
     end
   end
 
-  defp order(:none, broadway), do: {nil, broadway}
+  defp order(:none, _module, broadway), do: {nil, broadway}
 
   # Constants only in these functions: they run for each message, in producers and batchers.
-  defp order(ordering, broadway) do
+  defp order(ordering, module, broadway) do
     [{processors, options} | other] = broadway[:processors]
     concurrency = options[:concurrency] || System.schedulers_online() * 2
     options = Keyword.put(options, :concurrency, concurrency)
@@ -232,7 +243,26 @@ defmodule OffBroadway.Kmq.Producer do
     broadway =
       Keyword.merge(broadway, processors: [{processors, options} | other], batchers: batchers)
 
-    {{scope, concurrency, options[:max_demand] || 10, batchers != []}, broadway}
+    max = options[:max_demand] || 10
+
+    order = %{
+      scope: scope,
+      processors: names(module, broadway[:name], processors, concurrency),
+      demand: {max, options[:min_demand] || div(max, 2)},
+      batchers?: batchers != []
+    }
+
+    {order, broadway}
+  end
+
+  # As Broadway.topology/1 and the callback process_name/2 document them.
+  defp names(module, broadway, processors, concurrency) do
+    name =
+      if function_exported?(module, :process_name, 2),
+        do: &module.process_name(broadway, &1),
+        else: &:"#{broadway}.Broadway.#{&1}"
+
+    List.to_tuple(for ix <- 0..(concurrency - 1), do: name.("Processor_#{processors}_#{ix}"))
   end
 
   defp scopes(:key, _name, sizes), do: Map.new(sizes, fn {set, size} -> {set, {:key, size}} end)
@@ -316,6 +346,15 @@ defmodule OffBroadway.Kmq.Producer do
   end
 
   def handle_info({:kmq, :room}, state), do: take(state)
+  def handle_info({:kmq, :look}, state), do: take(%{state | look?: false})
+
+  def handle_info({{:kmq, :through, lane, number}, _answer}, state) do
+    state = %{state | asked: Map.delete(state.asked, lane)}
+
+    if Lanes.through(state.lanes, lane, number, state.demand),
+      do: take(state),
+      else: {:noreply, [], state}
+  end
 
   def handle_info({:DOWN, _monitor, :process, pid, _reason}, %{processors: processors} = state)
       when is_map_key(processors, pid),
@@ -430,7 +469,7 @@ defmodule OffBroadway.Kmq.Producer do
     taken(messages, left, state)
   end
 
-  defp take(%{lanes: lanes, demand: demand, order: {scope, _, _, _}} = state) do
+  defp take(%{lanes: lanes, demand: demand, order: %{scope: scope}} = state) do
     rooms = Lanes.rooms(lanes, demand)
 
     if Enum.any?(rooms, &(&1 > 0)) do
@@ -439,10 +478,42 @@ defmodule OffBroadway.Kmq.Producer do
       # Numbered from the first to the last, built from the last to the first.
       numbered = batches |> Enum.reverse() |> Enum.map(&number(&1, lanes)) |> Enum.reverse()
       {messages, left} = batches(numbered, state, [], demand)
-      if left > 0, do: Lanes.hungry(lanes, rooms, used(numbered))
+      state = if left > 0, do: hungry(state, rooms, used(numbered)), else: state
       taken(messages, left, state)
     else
-      {:noreply, [], state}
+      {:noreply, [], ask_through(state, rooms, %{})}
+    end
+  end
+
+  defp hungry(state, rooms, used) do
+    Lanes.hungry(state.lanes, rooms, used)
+    ask_through(state, rooms, used)
+  end
+
+  # What counts a lane's messages may have been taken from them. So where nothing was done of a full one from one look to the next, its
+  # processor is asked; and another look comes soon, whoever else calls.
+  defp ask_through(state, rooms, used) do
+    full = Lanes.full(state.lanes, rooms, used)
+
+    state =
+      for {lane, done, number} <- full,
+          state.full[lane] == done and not is_map_key(state.asked, lane),
+          pid = GenServer.whereis(elem(state.order.processors, lane)),
+          reduce: state do
+        state ->
+          # As :sys.statistics(pid, :get) does it, without waiting.
+          from = {self(), {:kmq, :through, lane, number}}
+          send(pid, {:system, from, {:debug, {:statistics, :get}}})
+          %{state | asked: Map.put(state.asked, lane, true)}
+      end
+
+    state = %{state | full: Map.new(full, fn {lane, done, _number} -> {lane, done} end)}
+
+    if state.look? or Enum.all?(full, &is_map_key(state.asked, elem(&1, 0))) do
+      state
+    else
+      Process.send_after(self(), {:kmq, :look}, @look_ms)
+      %{state | look?: true}
     end
   end
 
@@ -532,14 +603,14 @@ defmodule OffBroadway.Kmq.Producer do
 
   defp lanes(nil), do: nil
 
-  defp lanes({scope, processors, max_demand, batchers?}),
-    do: Lanes.new(elem(scope, 0), processors, max_demand, if(batchers?, do: self()))
+  defp lanes(%{scope: scope, processors: processors, demand: demand, batchers?: batchers?}),
+    do: Lanes.new(elem(scope, 0), tuple_size(processors), demand, batchers?)
 
   # What a processor had when it ended does not count any more. GenStage does not tell a producer who its consumers are, but it
   # monitors them in this process; each of them is there before it asks for anything.
   defp watch_processors(%{lanes: nil} = state), do: state
 
-  defp watch_processors(%{order: {_, n, _, _}, processors: known} = state)
+  defp watch_processors(%{lanes: %{n: n}, processors: known} = state)
        when map_size(known) >= n,
        do: state
 
@@ -558,6 +629,10 @@ defmodule OffBroadway.Kmq.Producer do
     %{state | processors: Map.merge(known, new)}
   end
 
+  # At a stop they have worked off what they had, and batchers still work on it.
+  defp processor_down(pid, %{draining: true} = state),
+    do: {:noreply, [], %{state | processors: Map.delete(state.processors, pid)}}
+
   # Broadway ends all processors when one ends, and starts all anew when the last is gone.
   defp processor_down(pid, state) do
     dying = List.delete(state.dying || Map.keys(state.processors), pid)
@@ -565,6 +640,7 @@ defmodule OffBroadway.Kmq.Producer do
 
     if dying == [] do
       Lanes.reset(state.lanes)
+      state = %{state | asked: %{}, full: %{}}
       # Batchers end with them: nobody has anything of it.
       state.handle && Handle.again(state.handle)
       take(%{state | dying: nil})

@@ -5,7 +5,7 @@ defmodule Kmq.Test.Bodies.Contract do
   use Kmq.Test.ClusterCase.Bodies
 
   import ExUnit.CaptureLog
-  alias Kmq.Test.{BrokerAdmin, Host}
+  alias Kmq.Test.{BrokerAdmin, Checker, Host, Scene}
 
   defp tell(test, message) do
     send(test, {:handled, message.metadata})
@@ -97,6 +97,61 @@ defmodule Kmq.Test.Bodies.Contract do
     assert Enum.all?(places, &(&1 in below))
     # A copy would come behind its successors: with an order the commit goes back instead.
     if ordering == :partition, do: assert(given_back == [])
+  end
+
+  # A stop ends the processors while batches are still worked on.
+  body "a stop with messages in batchers: none of them comes again", %{
+    cluster: cluster,
+    kind: kind
+  } do
+    seed = Scene.seed()
+    :rand.seed(:exsss, {seed, 5, 2})
+    IO.puts(:stderr, "stop with batchers: seed #{seed}")
+    test = self()
+
+    for own <- [[delivery: :offsets], [ordering: :partition], [ordering: :key], []] do
+      topic = queue(cluster, 4)
+
+      numbers =
+        &publish(cluster, topic, for(i <- &1, do: {"#{i}", partition: rem(i, 4), key: "#{i}"}))
+
+      # Renewals that a slow machine lets lapse would be copies.
+      options = options(cluster, topic, [lease: 30_000] ++ own)
+      gate = :atomics.new(1, [])
+
+      # As many consumers as messages: no processor waits for one.
+      extra = [
+        max_demand: 1 + :rand.uniform(9),
+        batchers: [
+          default: [concurrency: 24, batch_size: 4 + :rand.uniform(6), batch_timeout: 50]
+        ],
+        batch_handler: fn :default, messages, _info ->
+          Enum.each(messages, &tell(test, &1))
+          eventually(fn -> assert :atomics.get(gate, 1) == 1 end, 30_000)
+          messages
+        end
+      ]
+
+      numbers.(1..24)
+      host = Host.start(kind, options, & &1, extra)
+      first = handled(1)
+      processors = Host.processors(host)
+      stop = Task.async(fn -> Host.stop(host) end)
+      # The real ones end behind their batchers.
+      if kind == :stage_host,
+        do: eventually(fn -> not Enum.any?(processors, &Process.alive?/1) end, 20_000)
+
+      :atomics.put(gate, 1, 1)
+      assert Task.await(stop, scaled(30_000)) == :ok
+      first = first ++ rest()
+      numbers.(25..100)
+      host = Host.start(kind, options, & &1, extra)
+      all = first ++ handled(100 - length(first))
+      assert Host.stop(host) == :ok
+      assert rest() == []
+      assert all |> Enum.uniq_by(& &1.id) |> length() == 100
+      assert Enum.all?(all, &(&1.attempt == 1))
+    end
   end
 
   body "ten pipelines of a group, started and stopped at once: each message once", %{
@@ -235,6 +290,7 @@ defmodule Kmq.Test.Bodies.Contract do
     publish(cluster, topic, for(i <- 1..n, do: "#{i}"))
     test = self()
     options = options(cluster, topic, ack_flush_interval: 0)
+    Scene.listen()
 
     handler = fn message ->
       send(test, {:at, self(), message.metadata.offset})
@@ -257,7 +313,10 @@ defmodule Kmq.Test.Bodies.Contract do
         handled(n)
         producers = Host.producers(host)
         # Refused and written again, until the topic takes them.
-        Process.sleep(300)
+        assert_receive {[:kmq, :error], _,
+                        %{error: %{message: "acknowledgements are not written" <> _}}},
+                       scaled(15_000)
+
         BrokerAdmin.set_config(cluster.hosts, markers, [{"max.message.bytes", 1_000_000}])
         eventually(fn -> assert {0, ^n} = open_and_committed(options) end, 20_000)
         assert Host.producers(host) == producers
@@ -266,6 +325,55 @@ defmodule Kmq.Test.Bodies.Contract do
 
     assert log =~
              ~r/acknowledgements are not written to #{topic}.*-0, \d+ messages from offset \d+/
+  end
+
+  body "a producer killed with messages in work: acks count, the pipeline goes on, none comes again",
+       %{cluster: cluster, kind: kind} do
+    for own <- [[], [delivery: :offsets, ordering: :none], [delivery: :at_most_once]] do
+      topic = queue(cluster, 2)
+      n = 200
+      publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 2)}))
+      test = self()
+      gate = :atomics.new(1, [])
+
+      handler = fn message ->
+        send(test, {:at, self()})
+        eventually(fn -> assert :atomics.get(gate, 1) == 1 end, 30_000)
+        tell(test, message)
+      end
+
+      # Renewals that a slow machine lets lapse would be copies.
+      options = options(cluster, topic, [lease: 30_000] ++ own)
+      Scene.listen()
+      host = Host.start(kind, options, handler, concurrency: 4, max_demand: 5)
+      # All of them have all that they have asked for: nothing is on its way when it ends.
+      for _ <- 1..4, do: assert_receive({:at, _pid}, scaled(15_000))
+      await_taken(20)
+      Kmq.Telemetry.put_backend(nil)
+      [producer] = Host.producers(host)
+      Process.exit(producer, :kill)
+
+      eventually(fn ->
+        assert [other] = Host.producers(host) -- [producer]
+        is_pid(other)
+      end)
+
+      :atomics.put(gate, 1, 1)
+      all = handled(n)
+      assert all |> Enum.uniq_by(& &1.id) |> length() == n
+      assert Enum.all?(all, &(&1.attempt == 1))
+      assert Host.stop(host) == :ok
+      assert rest() == []
+      committed = Checker.committed(cluster.hosts, options[:group_id], topic, 2)
+      assert committed == %{0 => div(n, 2), 1 => div(n, 2)}
+    end
+  end
+
+  defp await_taken(0), do: :ok
+
+  defp await_taken(n) do
+    assert_receive {[:kmq, :take], %{count: count}, _}, scaled(15_000)
+    await_taken(n - count)
   end
 
   body "processors killed again and again while messages wait: none discarded, none lost, none late that waited",

@@ -40,7 +40,6 @@ defmodule Kmq.Test.Bodies.Ordering do
        %{cluster: cluster, kind: kind} do
     topic = queue(cluster, 8)
     n = 1_600
-    publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 8)}))
     book = book()
 
     host =
@@ -51,6 +50,16 @@ defmodule Kmq.Test.Bodies.Ordering do
         producers: 2
       )
 
+    # A partition that is done before the second producer has joined may have been with another worker.
+    eventually(
+      fn ->
+        %{partitions: rows} = host |> Host.producers() |> hd() |> Kmq.info()
+        assert [4, 4] = rows |> Enum.frequencies_by(&{&1.member, &1.state}) |> Map.values()
+      end,
+      30_000
+    )
+
+    publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, 8)}))
     await(book, n)
     assert overlaps(book) == 0
 
@@ -62,7 +71,6 @@ defmodule Kmq.Test.Bodies.Ordering do
       assert offsets == Enum.to_list(0..199)
     end
 
-    # Two each, once the second producer has joined.
     assert [2, 2, 2, 2] =
              seen
              |> Enum.group_by(fn {_, list} -> list |> List.last() |> elem(1) end)
@@ -332,6 +340,72 @@ defmodule Kmq.Test.Bodies.Ordering do
 
     assert {handled(book), overlaps(book)} == {n, 0}
     assert length(records(cluster, topic, 4)) == n
+  end
+
+  # Broadway's own NoopAcknowledger, ack_immediately, or one of the user's: what counts a processor's messages is gone with it.
+  body "handlers that take the acknowledger away, from some messages or from all: nothing stands still, the order is kept",
+       %{cluster: cluster, kind: kind} do
+    n = 400
+
+    for {own, demand, batchers?} <- [
+          {[ordering: :partition], [max_demand: 5], false},
+          {[ordering: :key], [max_demand: 10, min_demand: 0], false},
+          {[delivery: :offsets, on_failure: :ack], [max_demand: 4], false},
+          {[ordering: :partition], [max_demand: 4], true},
+          {[ordering: :key], [max_demand: 1], true}
+        ],
+        taken? <- [&(rem(&1, 50) < 20), fn _ -> true end] do
+      topic = queue(cluster, 4)
+
+      publish(
+        cluster,
+        topic,
+        for(i <- 0..(n - 1), do: {"#{i}", partition: rem(i, 4), key: "#{rem(i, 7)}"})
+      )
+
+      book = book()
+      subject = if own[:ordering] == :key, do: & &1.metadata.key, else: &place/1
+
+      handler = fn message ->
+        message = work(book, subject.(message), message, fn -> :ok end)
+        number = String.to_integer(message.data)
+
+        cond do
+          not taken?.(div(number, 4)) -> message
+          rem(number, 3) == 0 -> Host.ack_immediately(message)
+          # A batcher does not see those that have failed.
+          rem(number, 3) == 1 -> message |> Host.take_acknowledger() |> Host.failed("no")
+          true -> Host.take_acknowledger(message)
+        end
+      end
+
+      batchers =
+        if batchers?,
+          do: [
+            batchers: [default: [concurrency: 2, batch_size: 10, batch_timeout: 50]],
+            batch_handler: fn :default, messages, _info -> messages end
+          ],
+          else: []
+
+      # Without markers a stop waits for what nobody acknowledges; renewals that a slow machine lets lapse would be copies.
+      options = options(cluster, topic, [drain_timeout: 3_000, lease: 30_000] ++ own)
+      {Task.async(fn -> Host.launch(kind, options, handler, demand ++ batchers) end), book, own}
+    end
+    |> Enum.map(fn {start, book, own} -> {Task.await(start, scaled(30_000)), book, own} end)
+    |> Enum.map(fn {host, book, own} ->
+      Host.watch(host)
+      {host, book, own}
+    end)
+    |> Enum.each(fn {host, book, own} ->
+      await(book, n)
+      assert Host.stop(host) == :ok
+      assert {handled(book), overlaps(book)} == {n, 0}
+      # Those of a key are of several partitions.
+      if own[:ordering] != :key do
+        for {_place, list} <- seen(book),
+            do: assert(Enum.map(list, &elem(&1, 0)) == Enum.to_list(0..99))
+      end
+    end)
   end
 
   # What guides/ordering.md says of a retry, a release and a stop.
