@@ -577,19 +577,25 @@ static void settle_run(ErlNifEnv *env, settling *s)
     s->n = 0;
 }
 
-/* What a call gives, or the call that goes on with the rest of its list (argv[at]); its last argument are the failures so far. */
+/* What a call of n arguments gives, or the call that goes on with the rest of its list (argv[at]); that one has one more, the failures so
+ * far. */
 static ERL_NIF_TERM result_or_rest(ErlNifEnv *env, const char *name,
-                                   ERL_NIF_TERM (*rest)(ErlNifEnv *, int, const ERL_NIF_TERM[]), int argc,
+                                   ERL_NIF_TERM (*rest)(ErlNifEnv *, int, const ERL_NIF_TERM[]), int n,
                                    const ERL_NIF_TERM argv[], int at, ERL_NIF_TERM tail, ERL_NIF_TERM failures)
 {
     ERL_NIF_TERM args[6];
     if (enif_is_empty_list(env, tail))
         return enif_is_empty_list(env, failures) ? atoms.ok : enif_make_tuple2(env, atoms.error, failures);
-    for (int i = 0; i < argc; i++) args[i] = argv[i];
+    for (int i = 0; i < n; i++) args[i] = argv[i];
     args[at] = tail;
-    args[argc - 1] = failures;
+    args[n] = failures;
     enif_consume_timeslice(env, 100);
-    return enif_schedule_nif(env, name, 0, rest, argc, args);
+    return enif_schedule_nif(env, name, 0, rest, n + 1, args);
+}
+
+static ERL_NIF_TERM failures_so_far(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[], int n)
+{
+    return argc > n ? argv[n] : enif_make_list(env, 0);
 }
 
 static void settle_next(ErlNifEnv *env, settling *s, int slot, int64_t offset)
@@ -616,7 +622,8 @@ static bool settle_batch(ErlNifEnv *env, settling *s, ERL_NIF_TERM batch, size_t
     return true;
 }
 
-static KMQ_NIF(settle_on)
+/* consumer_settle(Ref, Cause 0 | 1 | 3, [{Slot, Offset} | Batch of consumer_take]) -> ok | {error, [{Slot, Offset, Reason}]} */
+KMQ_NIF(nif_consumer_settle)
 {
     int cause, slot;
     int64_t offset;
@@ -626,7 +633,7 @@ static KMQ_NIF(settle_on)
         !enif_is_list(env, argv[2]))
         return enif_make_badarg(env);
     if (e->state == ENGINE_CLOSED) return term_error_atom(env, atoms.closed);
-    settling s = {.engine = e, .cause = (kmq_end_cause)cause, .failures = argv[3]};
+    settling s = {.engine = e, .cause = (kmq_end_cause)cause, .failures = failures_so_far(env, argc, argv, 3)};
     ERL_NIF_TERM head, tail = argv[2];
     for (; done < SETTLE_STEP && enif_get_list_cell(env, tail, &head, &tail); done++) {
         if (get_token(env, head, 2, &slot, &offset, NULL))
@@ -637,14 +644,7 @@ static KMQ_NIF(settle_on)
     settle_run(env, &s);
     after_settle(e, s.added);
     enif_consume_timeslice(env, done < 100 ? 1 : done > 10000 ? 100 : (int)(done / 100));
-    return result_or_rest(env, "consumer_settle", settle_on, argc, argv, 2, tail, s.failures);
-}
-
-/* consumer_settle(Ref, Cause 0 | 1 | 3, [{Slot, Offset} | Batch of consumer_take]) -> ok | {error, [{Slot, Offset, Reason}]} */
-KMQ_NIF(nif_consumer_settle)
-{
-    const ERL_NIF_TERM args[] = {argv[0], argv[1], argv[2], enif_make_list(env, 0)};
-    return settle_on(env, argc + 1, args);
+    return result_or_rest(env, "consumer_settle", NORMAL(consumer_settle), 3, argv, 2, tail, s.failures);
 }
 
 /* consumer_reject(Ref, [{Slot, Offset}]) -> ok | {error, [{Slot, Offset, Reason}]}: without markers. The caller writes the dead letters, and then
@@ -736,7 +736,8 @@ static int extend_one(engine *e, int slot, int64_t offset, int64_t ms, bool leav
     return ask_one(e, slot, offset, ms > INT64_MAX - now ? INT64_MAX : now + ms, r);
 }
 
-static KMQ_NIF(retry_on)
+/* consumer_retry(Ref, [{Slot, Offset, DelayMs}], Cause, Flags, Text) -> ok | {error, [{Slot, Offset, Reason}]} */
+KMQ_NIF(nif_consumer_retry)
 {
     engine *e = get_engine(env, argv[0]);
     int cause, flags, slot;
@@ -749,7 +750,7 @@ static KMQ_NIF(retry_on)
     if (text.size > KMQ_ERROR_TEXT_MAX) text.size = KMQ_ERROR_TEXT_MAX;
     int64_t offset, added = 0;
     ErlNifSInt64 delay;
-    ERL_NIF_TERM head, tail = argv[1], failures = argv[5];
+    ERL_NIF_TERM head, tail = argv[1], failures = failures_so_far(env, argc, argv, 5);
     for (int done = 0; done < ASK_STEP && enif_get_list_cell(env, tail, &head, &tail); done++) {
         if (!get_token(env, head, 3, &slot, &offset, &delay) || delay < 0) return enif_make_badarg(env);
         int rc = retry_one(e, slot, offset, delay, cause, flags, &text);
@@ -759,17 +760,12 @@ static KMQ_NIF(retry_on)
             failures = enif_make_list_cell(env, failure(env, slot, offset, rc), failures);
     }
     after_settle(e, added);
-    return result_or_rest(env, "consumer_retry", retry_on, argc, argv, 1, tail, failures);
+    return result_or_rest(env, "consumer_retry", NORMAL(consumer_retry), 5, argv, 1, tail, failures);
 }
 
-/* consumer_retry(Ref, [{Slot, Offset, DelayMs}], Cause, Flags, Text) -> ok | {error, [{Slot, Offset, Reason}]} */
-KMQ_NIF(nif_consumer_retry)
-{
-    const ERL_NIF_TERM args[] = {argv[0], argv[1], argv[2], argv[3], argv[4], enif_make_list(env, 0)};
-    return retry_on(env, argc + 1, args);
-}
-
-static KMQ_NIF(extend_on)
+/* consumer_extend(Ref, [{Slot, Offset, Ms}], Leave) -> ok | {error, [{Slot, Offset, Reason}]}: in work for that long from now on,
+ * with this consumer, or (Leave; Ms < 0 = the time limit) without it, for whoever has a receipt. */
+KMQ_NIF(nif_consumer_extend)
 {
     engine *e = get_engine(env, argv[0]);
     if (!e || !enif_is_list(env, argv[1])) return enif_make_badarg(env);
@@ -778,7 +774,7 @@ static KMQ_NIF(extend_on)
     int slot;
     int64_t offset, added = 0, now = engine_now();
     ErlNifSInt64 ms, soonest = INT64_MAX;
-    ERL_NIF_TERM head, tail = argv[1], failures = argv[3];
+    ERL_NIF_TERM head, tail = argv[1], failures = failures_so_far(env, argc, argv, 3);
     for (int done = 0; done < ASK_STEP && enif_get_list_cell(env, tail, &head, &tail); done++) {
         if (!get_token(env, head, 3, &slot, &offset, &ms) || (ms < 0 && !leave)) return enif_make_badarg(env);
         if (ms < 0) ms = e->config.max_processing_ms;
@@ -792,15 +788,7 @@ static KMQ_NIF(extend_on)
     }
     after_settle(e, added);
     if (!leave && soonest < e->config.max_processing_ms) engine_notify_owner(e, soonest);
-    return result_or_rest(env, "consumer_extend", extend_on, argc, argv, 1, tail, failures);
-}
-
-/* consumer_extend(Ref, [{Slot, Offset, Ms}], Leave) -> ok | {error, [{Slot, Offset, Reason}]}: in work for that long from now on,
- * with this consumer, or (Leave; Ms < 0 = the time limit) without it, for whoever has a receipt. */
-KMQ_NIF(nif_consumer_extend)
-{
-    const ERL_NIF_TERM args[] = {argv[0], argv[1], argv[2], enif_make_list(env, 0)};
-    return extend_on(env, argc + 1, args);
+    return result_or_rest(env, "consumer_extend", NORMAL(consumer_extend), 3, argv, 1, tail, failures);
 }
 
 /* ------------------------------------------------------------------ info */

@@ -160,7 +160,7 @@ static void note_busy(int which, int64_t us)
 }
 
 #define X(name)                                                                                                        \
-    static KMQ_NIF(timed_##name)                                                                                       \
+    KMQ_NIF(timed_##name)                                                                                              \
     {                                                                                                                  \
         int64_t began = cpu_us();                                                                                      \
         ERL_NIF_TERM result = nif_##name(env, argc, argv);                                                             \
@@ -169,8 +169,6 @@ static void note_busy(int which, int64_t us)
     }
 ON_NORMAL_SCHEDULERS(X)
 #undef X
-#define NORMAL(name) timed_##name
-
 /* [{Function, Calls, LongestUs, LongerThanAMillisecond}], of processor time, since the last call of this. */
 static KMQ_NIF(nif_busy)
 {
@@ -192,7 +190,6 @@ static KMQ_NIF(nif_busy)
     return list;
 }
 #else
-#define NORMAL(name) nif_##name
 static KMQ_NIF(nif_busy)
 {
     (void)argc;

@@ -22,6 +22,22 @@ void publisher_down(ErlNifEnv *env, void *object, ErlNifPid *pid, ErlNifMonitor 
 void admin_dtor(ErlNifEnv *env, void *object);
 
 #define KMQ_NIF(name) ERL_NIF_TERM name(ErlNifEnv *env, int argc, const ERL_NIF_TERM argv[])
+
+/* How a call on a normal scheduler is entered, also by itself when it goes on: in test builds by way of a clock (kmq_nif.c). */
+#ifdef KMQ_FAILPOINTS
+#define NORMAL(name) timed_##name
+KMQ_NIF(timed_consumer_poll);
+KMQ_NIF(timed_consumer_take);
+KMQ_NIF(timed_consumer_settle);
+KMQ_NIF(timed_consumer_retry);
+KMQ_NIF(timed_consumer_extend);
+KMQ_NIF(timed_consumer_info);
+KMQ_NIF(timed_publisher_send);
+KMQ_NIF(timed_publisher_poll);
+#else
+#define NORMAL(name) nif_##name
+#endif
+
 KMQ_NIF(nif_consumer_open);
 KMQ_NIF(nif_consumer_subscribe);
 KMQ_NIF(nif_consumer_topics);

@@ -169,7 +169,7 @@ defmodule Kmq.Config do
         {"queue.buffering.max.kbytes", to_string(max(div(valid[:queue_bytes], 1024), 1))},
         {"queue.buffering.max.messages", to_string(valid[:queue_messages])},
         # What is reported at once is freed at once, in one call on a scheduler.
-        {"batch.num.messages", "4000"}
+        {"batch.num.messages", "2000"}
       ]
 
       extra = valid[:kafka_config]
