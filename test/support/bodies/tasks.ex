@@ -126,7 +126,7 @@ defmodule Kmq.Test.Bodies.Tasks do
 
     {0, out, ""} = mix(Tasks.Inspect, ["--json" | of])
     [_, due] = Regex.run(~r/"next_due_ms":(\d+)/, out)
-    assert String.to_integer(due) - System.os_time(:millisecond) in 1..60_000
+    assert (String.to_integer(due) - System.os_time(:millisecond)) in 1..60_000
     assert out =~ ~s("parked":1) and out =~ ~s("oldest_since_ms":)
   end
 
