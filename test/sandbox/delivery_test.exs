@@ -51,6 +51,47 @@ defmodule Kmq.Sandbox.DeliveryTest do
     |> Enum.each(fn {column, wanted, found} -> assert {column, found} == {column, wanted} end)
   end
 
+  # A message that kills its VM at once must be below the commit the next time, or it is fetched again for ever.
+  test "markers: the first window of an assignment is nobody's until the commit that covers it is acknowledged",
+       %{cluster: cluster} do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ["first", "second"])
+    # Refused, and not tried again for 5 s.
+    refused = {:request_errors, :offset_commit, [:rebalance_in_progress]}
+    :ok = Kmq.Sandbox.inject(cluster.sandbox, refused)
+    Kmq.Test.Scene.listen()
+    options = options(cluster, topic, tracker: :external)
+    {:ok, consumer} = Consumer.start_link(options)
+    # The commit goes out with the first take.
+    assert Consumer.pull(consumer, max: 2, wait: 10) == []
+
+    early =
+      eventually(
+        fn ->
+          messages = Consumer.pull(consumer, max: 2, wait: 200)
+          if messages != [] or refused?(), do: {:got, messages}
+        end,
+        20_000
+      )
+
+    assert early == {:got, []}
+    assert Consumer.pull(consumer, max: 2, wait: 1_000) == []
+    messages = pull(consumer, 2, 30_000)
+    group = options[:group_id]
+    assert Kmq.Test.Checker.committed(cluster.hosts, group, topic, 1) == %{0 => 2}
+    assert Kmq.ack(messages) == :ok
+    :ok = Consumer.stop(consumer)
+  end
+
+  defp refused? do
+    receive do
+      {[:kmq, :error], _, %{error: %{reason: :rebalance_in_progress}}} -> true
+      {[:kmq | _], _, _} -> refused?()
+    after
+      0 -> false
+    end
+  end
+
   test "at most once: what is not committed yet is nobody's, however long that takes", %{
     cluster: cluster
   } do
