@@ -5,8 +5,9 @@
 # Without --kafka it starts the broker of the tests (its jars must be in the cache: `make setup-test`). --keyed gives each message a
 # key and two headers. --save writes the table into bench/RESULTS.md. --quick: few lines, one run, and floors that must not be missed.
 #
-# Every consuming line reads the same topic, with a group of its own each time, measured from the first message to the last. The lines
-# go in turn, run after run: what the machine does meanwhile hits all of them.
+# Every consuming line reads the same topic, with a group of its own each time. The first tenth of its messages is its warm-up, for ours and the
+# peers alike (first records of new marker partitions, JIT compilers, queues that fill): the clock goes from there to the last. The lines go
+# in turn, run after run: what the machine does meanwhile hits all of them.
 
 Code.require_file("support.exs", __DIR__)
 
@@ -30,6 +31,7 @@ defmodule Bench do
     {"broadway-100", "Broadway, range markers, max_demand 100", 1, nil, nil},
     {"broadway-10", "Broadway, range markers, max_demand 10", 0.5, nil, nil},
     {"memory-100", "Broadway, an in-memory producer, max_demand 100: its ceiling", 1, nil, nil},
+    {"memory-10", "the same, max_demand 10", 0.5, nil, nil},
     {"produce", "librdkafka alone in C, produce", 1, nil, nil},
     {"publish", "publish_many, delivery reports", 1, 0.8, "produce"}
   ]
@@ -59,7 +61,7 @@ defmodule Bench do
       run(%{
         bootstrap: bootstrap,
         messages:
-          options[:messages] || if(quick, do: 2_000_000, else: div(400_000_000, bytes + 100)),
+          options[:messages] || if(quick, do: 2_000_000, else: div(800_000_000, bytes + 100)),
         partitions: options[:partitions] || 8,
         bytes: bytes,
         keyed: options[:keyed] || false,
@@ -86,7 +88,13 @@ defmodule Bench do
     results =
       for run <- 1..b.runs, {name, title, share, _, _} <- lines do
         note("run #{run}/#{b.runs}: #{title} ...")
-        b = %{b | messages: round(b.messages * share)}
+
+        b =
+          Map.merge(b, %{
+            messages: round(b.messages * share),
+            warm: round(b.messages * share / 10)
+          })
+
         # In a process of its own: no line inherits the heap of another.
         {name, Task.await(Task.async(fn -> measure(name, b, "#{name}-#{run}") end), :infinity)}
       end
@@ -112,7 +120,8 @@ defmodule Bench do
   defp wanted?(name, b) do
     (b.only == nil or name in b.only or name == "alone") and
       (not String.ends_with?(name, "-jvm") or b.classes != nil) and
-      (not (String.starts_with?(name, "broadway") or name == "memory-100") or broadway?())
+      (not (String.starts_with?(name, "broadway") or String.starts_with?(name, "memory")) or
+         broadway?())
   end
 
   defp broadway?, do: Code.ensure_loaded?(Broadway)
@@ -123,7 +132,7 @@ defmodule Bench do
     jvm = if b.classes, do: "", else: ", the JVM's peers are left out"
 
     head(
-      "#{b.messages} messages of #{b.bytes} bytes#{shape} in #{b.partitions} partitions, #{b.runs} runs#{broadway}#{jvm}"
+      "#{b.messages} messages of #{b.bytes} bytes#{shape} in #{b.partitions} partitions, #{b.runs} runs, a consumer's first tenth is its warm-up#{broadway}#{jvm}"
     )
   end
 
@@ -181,8 +190,8 @@ defmodule Bench do
   # ---- one measurement
 
   defp measure("alone", b, id) do
-    {out, 0} =
-      System.cmd(b.alone, ["consume", b.bootstrap, b.topic, group(b, id), "#{b.messages}"])
+    args = ["consume", b.bootstrap, b.topic, group(b, id), "#{b.messages}", "#{b.warm}"]
+    {out, 0} = System.cmd(b.alone, args)
 
     parse(out)
   end
@@ -193,7 +202,7 @@ defmodule Bench do
   defp measure("kmq-jvm", b, id) do
     markers = "#{b.topic}-#{id}-m"
     :ok = Kmq.Topics.create_topic(markers, b.partitions, hosts: b.bootstrap)
-    args = ["Kmq", b.bootstrap, b.topic, markers, group(b, id), "#{b.messages}"]
+    args = ["Kmq", b.bootstrap, b.topic, markers, group(b, id), "#{b.messages}", "#{b.warm}"]
     java(b, "kmq-jvm-0.2", args)
   end
 
@@ -205,8 +214,17 @@ defmodule Bench do
   defp measure("range", b, id), do: pull(b, id, [tracker: :external], :acks)
   defp measure("kmq", b, id), do: pull(b, id, [marker_format: :kmq, tracker: :embedded], :acks)
   defp measure("stage-" <> demand, b, id), do: stage(b, id, String.to_integer(demand))
-  defp measure("broadway-" <> demand, b, id), do: broadway(b, id, String.to_integer(demand))
-  defp measure("memory-100", b, id), do: broadway(b, id, :memory)
+
+  defp measure("broadway-" <> demand, b, id) do
+    broadway(
+      b,
+      String.to_integer(demand),
+      {OffBroadway.Kmq.Producer, options(b, id) ++ [tracker: :external]}
+    )
+  end
+
+  defp measure("memory-" <> demand, b, _id),
+    do: broadway(b, String.to_integer(demand), {Bench.Memory, {:binary.copy("x", b.bytes)}})
 
   defp measure("produce", b, id) do
     topic = "#{b.topic}-#{id}"
@@ -263,46 +281,38 @@ defmodule Bench do
       b.bootstrap,
       b.topic,
       group(b, id),
-      "#{b.messages}"
+      "#{b.messages}",
+      "#{b.warm}"
     ])
   end
 
-  # A consumer may be in work on more than is counted: whoever sees the first message and the last takes the times.
-  defp counter(n) do
-    me = self()
+  defp counter(b) do
     counter = :counters.new(1, [:write_concurrency])
-    first = :atomics.new(1, [])
 
     count = fn message ->
-      if :counters.get(counter, 1) == 0 and :atomics.compare_exchange(first, 1, 0, 1) == :ok,
-        do: send(me, {:first, {now_us(), cpu_ms()}})
-
       :counters.add(counter, 1, 1)
       message
     end
 
     wait = fn ->
-      start =
-        receive(do: ({:first, start} -> start), after: (60_000 -> raise("no message for 60 s")))
-
-      wait_count(counter, n, System.monotonic_time(:second) + 300)
-      since(start, n)
+      deadline = System.monotonic_time(:second) + 300
+      from = wait_count(counter, b.warm, deadline)
+      start = {now_us(), cpu_ms()}
+      to = wait_count(counter, b.messages, deadline)
+      since(start, to - from)
     end
 
     {count, wait}
   end
 
   defp wait_count(counter, n, deadline) do
-    if System.monotonic_time(:second) > deadline,
-      do: raise("#{:counters.get(counter, 1)} of #{n} messages in 300 s")
-
-    if :counters.get(counter, 1) < n do
-      receive(after: (2 -> wait_count(counter, n, deadline)))
-    end
+    count = :counters.get(counter, 1)
+    if System.monotonic_time(:second) > deadline, do: raise("#{count} of #{n} messages in 300 s")
+    if count < n, do: receive(after: (2 -> wait_count(counter, n, deadline))), else: count
   end
 
   defp stage(b, id, demand) do
-    {count, wait} = counter(b.messages)
+    {count, wait} = counter(b)
 
     {:ok, host} =
       Kmq.StageHost.start_link(
@@ -317,15 +327,10 @@ defmodule Bench do
     result
   end
 
-  defp broadway(b, id, demand) do
+  defp broadway(b, demand, producer) do
     {:ok, _} = Application.ensure_all_started(:broadway)
-    {count, wait} = counter(b.messages)
+    {count, wait} = counter(b)
     :persistent_term.put({__MODULE__, :count}, count)
-
-    producer =
-      if demand == :memory,
-        do: {Bench.Memory, {:binary.copy("x", b.bytes)}},
-        else: {OffBroadway.Kmq.Producer, options(b, id) ++ [tracker: :external]}
 
     {:ok, pid} =
       apply(Broadway, :start_link, [
@@ -333,9 +338,7 @@ defmodule Bench do
         [
           name: Bench.Pipeline,
           producer: [module: producer, concurrency: 1],
-          processors: [
-            default: [concurrency: 4, max_demand: if(demand == :memory, do: 100, else: demand)]
-          ]
+          processors: [default: [concurrency: 4, max_demand: demand]]
         ]
       ])
 
@@ -361,7 +364,7 @@ defmodule Bench do
     config = if how == :no_markers, do: %{config | delivery: :no_markers}, else: config
     {:ok, handle} = Kmq.Handle.open(config, {:bench, id})
     :ok = Kmq.Handle.attach(handle, self())
-    result = loop(handle, how == :acks, b.messages, 0, nil)
+    result = loop(handle, how == :acks, b, 0, nil)
     :ok = Kmq.Handle.close(handle, 30_000)
     flush_wakes()
     result
@@ -369,23 +372,25 @@ defmodule Bench do
 
   @take 2_000
 
-  defp loop(_handle, _ack?, n, got, start) when got >= n, do: since(start, got)
+  defp loop(_handle, _ack?, %{messages: n}, got, {start, from}) when got >= n,
+    do: since(start, got - from)
 
-  defp loop(handle, ack?, n, got, start) do
+  defp loop(handle, ack?, b, got, nil) when got >= b.warm,
+    do: loop(handle, ack?, b, got, {{now_us(), cpu_ms()}, got})
+
+  defp loop(handle, ack?, b, got, start) do
     case Kmq.Handle.take(handle, @take) do
       [] ->
         receive do
-          {:kmq, _, :ready} -> loop(handle, ack?, n, got, start)
+          {:kmq, _, :ready} -> loop(handle, ack?, b, got, start)
         after
-          10_000 ->
-            raise "no message for 10 s (#{got} of #{n}): #{inspect(Kmq.Handle.info(handle))}"
+          10_000 -> raise "no message for 10 s (#{got}): #{inspect(Kmq.Handle.info(handle))}"
         end
 
       batches ->
-        start = start || {now_us(), cpu_ms()}
         count = Enum.reduce(batches, 0, fn {_, _, _, messages}, sum -> sum + length(messages) end)
         if ack?, do: :ok = :kmq_nif.consumer_settle(handle.ref, 0, batches)
-        loop(handle, ack?, n, got + count, start)
+        loop(handle, ack?, b, got + count, start)
     end
   end
 

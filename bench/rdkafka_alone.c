@@ -2,13 +2,14 @@
  *
  *   rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES [keyed]   fills the topic, round robin over the partitions; keyed: each
  *                                                                          message has a key and two headers
- *   rdkafka_alone consume BOOTSTRAP TOPIC GROUP COUNT                      reads COUNT messages: split queues, pop up to 256, free together
+ *   rdkafka_alone consume BOOTSTRAP TOPIC GROUP COUNT [WARM]               reads COUNT messages: split queues, pop up to 256, free together;
+ *                                                                          the clock starts behind the first WARM of them
  *   rdkafka_alone rate BOOTSTRAP TOPIC PARTITIONS COUNT BYTES RATE LINGER  sends RATE messages a second; each begins with the time it was sent
  *                                                                          at (CLOCK_REALTIME, us, 8 bytes, big endian)
  *   rdkafka_alone latency BOOTSTRAP TOPIC GROUP COUNT FILE                 reads such messages; how old each was goes into FILE, 4 bytes little
  *                                                                          endian each, us. Says "ready" when it has its partitions
  *
- * They print one line: MESSAGES SECONDS CPU_SECONDS RSS_KB, consume and latency from the first message on. */
+ * They print one line: MESSAGES SECONDS CPU_SECONDS RSS_KB, latency from the first message on. */
 #include <librdkafka/rdkafka.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -101,7 +102,7 @@ static int produce(char **argv, bool keyed)
 
 enum { PARTITIONS = 256, POP = 256 };
 
-static int consume(char **argv)
+static int consume(char **argv, long warm)
 {
     rd_kafka_conf_t *conf = rd_kafka_conf_new();
     set(conf, "bootstrap.servers", argv[2]);
@@ -124,7 +125,7 @@ static int consume(char **argv)
     rd_kafka_subscribe(rk, topics);
     rd_kafka_topic_partition_list_destroy(topics);
     int n_queues = 0;
-    long count = atol(argv[5]), got = 0;
+    long count = atol(argv[5]), got = 0, counted_from = 0;
     double start = 0, start_cpu = 0, last = now();
     while (got < count) {
         rd_kafka_event_t *event = rd_kafka_queue_poll(control, n_queues ? 0 : 100);
@@ -142,9 +143,10 @@ static int consume(char **argv)
             rd_kafka_message_t *messages[POP];
             int n = 0;
             while (n < POP && (messages[n] = rd_kafka_consume_queue(queues[i], 0))) n++;
-            if (n && !start) {
+            if (n && got >= warm && !start) {
                 start = now();
                 start_cpu = cpu();
+                counted_from = got;
             }
             for (int k = 0; k < n; k++) {
                 if (!messages[k]->err) got++;
@@ -158,7 +160,7 @@ static int consume(char **argv)
         else if (n_queues)
             nanosleep(&(struct timespec){0, 100000}, NULL);
     }
-    printf("%ld %.6f %.6f %ld\n", got, now() - start, cpu() - start_cpu, rss_kb());
+    printf("%ld %.6f %.6f %ld\n", got - counted_from, now() - start, cpu() - start_cpu, rss_kb());
     for (int i = 0; i < n_queues; i++) rd_kafka_queue_destroy(queues[i]);
     rd_kafka_consumer_close(rk);
     rd_kafka_queue_destroy(control);
@@ -282,11 +284,11 @@ int main(int argc, char **argv)
 {
     if ((argc == 7 || (argc == 8 && !strcmp(argv[7], "keyed"))) && !strcmp(argv[1], "produce"))
         return produce(argv, argc == 8);
-    if (argc == 6 && !strcmp(argv[1], "consume")) return consume(argv);
+    if ((argc == 6 || argc == 7) && !strcmp(argv[1], "consume")) return consume(argv, argc == 7 ? atol(argv[6]) : 0);
     if (argc == 9 && !strcmp(argv[1], "rate")) return rate(argv);
     if (argc == 7 && !strcmp(argv[1], "latency")) return latency(argv);
     fprintf(stderr, "usage: rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES [keyed] | consume BOOTSTRAP "
-                    "TOPIC GROUP COUNT\n"
+                    "TOPIC GROUP COUNT [WARM]\n"
                     "       | rate BOOTSTRAP TOPIC PARTITIONS COUNT BYTES RATE LINGER | latency BOOTSTRAP TOPIC GROUP "
                     "COUNT FILE\n");
     return 2;

@@ -13,15 +13,16 @@ import org.apache.kafka.clients.consumer.KafkaShareConsumer;
 import org.apache.kafka.common.config.ConfigResource;
 
 /**
- * Kafka's own Java consumers, as peers of `make bench`: `Consumers plain|share BOOTSTRAP TOPIC GROUP COUNT` reads COUNT messages, once
- * each, and prints MESSAGES SECONDS CPU_SECONDS RSS_KB, from the first message on. plain commits every second; share
+ * Kafka's own Java consumers, as peers of `make bench`: `Consumers plain|share BOOTSTRAP TOPIC GROUP COUNT WARM` reads COUNT messages, once
+ * each, and prints MESSAGES SECONDS CPU_SECONDS RSS_KB, counted behind the first WARM of them. plain commits every second; share
  * acknowledges every message for itself (KIP-932, explicit).
  */
 public class Consumers {
-    private static long got, start, startCpu, last;
+    private static long got, warm, countedFrom, start, startCpu, last;
 
     public static void main(String[] args) throws Exception {
         long count = Long.parseLong(args[4]);
+        warm = Long.parseLong(args[5]);
         Properties props = new Properties();
         props.put("bootstrap.servers", args[1]);
         props.put("group.id", args[3]);
@@ -29,7 +30,7 @@ public class Consumers {
         props.put("value.deserializer", "org.apache.kafka.common.serialization.ByteArrayDeserializer");
         if (args[0].equals("plain")) plain(props, args[2], count);
         else share(props, args[2], count);
-        Usage.end(got, start, startCpu);
+        Usage.end(got - countedFrom, start, startCpu);
     }
 
     private static void plain(Properties props, String topic, long count) {
@@ -64,7 +65,8 @@ public class Consumers {
 
     private static void counted(ConsumerRecords<byte[], byte[]> records) {
         long now = System.nanoTime();
-        if (got == 0 && !records.isEmpty()) {
+        if (start == 0 && got >= warm && !records.isEmpty()) {
+            countedFrom = got;
             start = now;
             startCpu = Usage.cpu();
         }

@@ -3,7 +3,7 @@ import java.lang.management.ManagementFactory;
 import java.nio.file.Files;
 import java.nio.file.Path;
 
-/** What a peer of `make bench` used, as its last line: MESSAGES SECONDS CPU_SECONDS RSS_KB, from the first message on. */
+/** What a peer of `make bench` used, as its last line: MESSAGES SECONDS CPU_SECONDS RSS_KB, from the moment on that the caller names. */
 class Usage {
     static long cpu() {
         return ((OperatingSystemMXBean) ManagementFactory.getOperatingSystemMXBean()).getProcessCpuTime();

@@ -261,6 +261,13 @@ int kmq_ledger_take_start(kmq_ledger *ledger, kmq_range *out, size_t max_ranges,
     return KMQ_OK;
 }
 
+bool kmq_ledger_unstarted(const kmq_ledger *ledger)
+{
+    for (size_t i = ledger->next_start; i < ledger->segments.count; i++)
+        if (segment_at(ledger, i)->state == UNSTARTED) return true;
+    return false;
+}
+
 static int end_starting(kmq_ledger *ledger, int64_t lo, int64_t hi, segment_state state)
 {
     if (hi < lo) return KMQ_EINVAL;

@@ -107,6 +107,8 @@ int kmq_ledger_parked(kmq_ledger *ledger, int64_t lo, int64_t hi);
  * one call, so that [out[0].lo, out[n - 1].hi) names just these, and so does any part of the sequence. OK | ENOMEM (*n
  * = 0) */
 int kmq_ledger_take_start(kmq_ledger *ledger, kmq_range *out, size_t max_ranges, int64_t max_offsets, size_t *n);
+/* Is there more for take_start? */
+bool kmq_ledger_unstarted(const kmq_ledger *ledger);
 /* Every starting offset in [lo, hi) is durable / must be STARTed again. Others in there are left alone. OK | ENOMEM |
  * EINVAL (hi < lo) */
 int kmq_ledger_started(kmq_ledger *ledger, int64_t lo, int64_t hi);

@@ -5,7 +5,7 @@
 #include "engine.h"
 #include "term.h"
 
-enum { SETTLE_AT_ONCE = 8192, SETTLE_CHUNK = 1024 };
+enum { SETTLE_AT_ONCE = 16384, SETTLE_CHUNK = 1024 };
 /* A list of any length is worked off in steps, each well under a millisecond; between two of them others have their turn. */
 enum { SETTLE_STEP = 2 * SETTLE_CHUNK, ASK_STEP = 1024 };
 
@@ -298,10 +298,9 @@ static ERL_NIF_TERM take(ErlNifEnv *env, const ERL_NIF_TERM argv[], int64_t max,
     enif_mutex_unlock(e->wake_lock);
     bool more;
     ERL_NIF_TERM unknown;
-    ErlNifTime start = enif_monotonic_time(ERL_NIF_USEC);
     ERL_NIF_TERM batches = pump_take_lanes(e, env, max, l, engine_now(), &more, &unknown);
+    ErlNifTime took = enif_monotonic_time(ERL_NIF_USEC) - e->slice;
     enif_mutex_unlock(e->lock);
-    ErlNifTime took = enif_monotonic_time(ERL_NIF_USEC) - start;
     enif_consume_timeslice(env, took >= 1000 ? 100 : took < 10 ? 1 : (int)(took / 10));
     ERL_NIF_TERM again = more ? atoms.true_ : atoms.false_;
     return l ? enif_make_tuple3(env, batches, again, unknown) : enif_make_tuple2(env, batches, again);
@@ -508,6 +507,7 @@ static void after_settle(engine *e, int64_t added)
         enif_mutex_unlock(e->lock);
         if (atomic_load(&e->pending)) engine_notify_owner(e, e->config.ack_flush_ms);
     } else if (!before) {
+        atomic_store(&e->pending_since, engine_now());
         engine_notify_owner(e, e->config.ack_flush_ms);
     }
 }

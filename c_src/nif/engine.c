@@ -401,6 +401,15 @@ int engine_rebuild(engine *e, kafka_error *err)
     return rc;
 }
 
+/* ENDs and RETRYs are written ack_flush_ms after the first of them, not with whatever poll comes sooner: each is a request to the broker. */
+static int64_t flush_at(engine *e)
+{
+    if (!atomic_load(&e->pending)) return INT64_MAX;
+    if (e->flush_due != INT64_MAX) return e->flush_due;
+    bool awaited = e->revoking || e->flush_seq || e->state != ENGINE_OPEN || isolate_busy();
+    return awaited ? 0 : atomic_load(&e->pending_since) + e->config.ack_flush_ms;
+}
+
 static int64_t earliest(engine *e, int64_t now)
 {
     int64_t next = now + e->config.max_poll_ms / 3;
@@ -411,7 +420,7 @@ static int64_t earliest(engine *e, int64_t now)
     } while (0)
     SOONER(commit_at(e));
     SOONER(e->flush_due);
-    if (atomic_load(&e->pending) && e->flush_due == INT64_MAX) SOONER(now + e->config.ack_flush_ms);
+    SOONER(flush_at(e));
     if (engine_marks(e))
         SOONER(e->renew_due);
     else
@@ -486,7 +495,7 @@ int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_m
 
     bool busy = serve_queues(e, env, events, now);
     pump(e, 0, now);
-    if (atomic_load(&e->pending) && (e->flush_due == INT64_MAX || e->flush_due <= now)) marks_flush(e, now);
+    if (flush_at(e) <= now) marks_flush(e, now);
     if (now >= e->renew_due) marks_renew(e, now);
     marks_timeouts(e, now);
     isolate_turn(e, true, now);

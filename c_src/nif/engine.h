@@ -240,8 +240,9 @@ struct engine {
     int64_t undelayed_at;
     _Atomic bool settled; /* the floor may have moved since the last commit */
 
-    _Atomic int64_t pending;   /* ENDs and RETRYs not yet in a record */
-    _Atomic int64_t owner_due; /* when the owner polls next */
+    _Atomic int64_t pending;       /* ENDs and RETRYs not yet in a record */
+    _Atomic int64_t pending_since; /* none of them is older */
+    _Atomic int64_t owner_due;     /* when the owner polls next */
     _Atomic bool records_woken;
 
     /* who is woken */

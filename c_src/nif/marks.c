@@ -6,7 +6,7 @@
 #include "atoms.h"
 #include "../kafka/failpoint.h"
 
-enum { START_PAUSE_MS = 100, KMQ_BATCH = 100, START_MOST = 4000, REPORTS = 256 };
+enum { START_PAUSE_MS = 100, KMQ_BATCH = 100, START_MOST = 2 * MARKS_RUN, REPORTS = 256 };
 
 static bool is_start(uint8_t type);
 
@@ -410,9 +410,13 @@ void marks_start(engine *e, part *p, int64_t now)
         size_t n = 0;
         enif_mutex_lock(p->lock);
         int rc = kmq_ledger_take_start(&p->ledger, e->ranges, sizeof e->ranges / sizeof *e->ranges, most, &n);
+        bool more = kmq_ledger_unstarted(&p->ledger);
         enif_mutex_unlock(p->lock);
-        if (!rc && !n) p->unstarted = 0;
-        if (rc || !n || !write_marks(e, p, KMQ_MARKER_START, e->ranges, n, lease, 0, 0, NULL, 0, now)) return;
+        if (rc || (n && !write_marks(e, p, KMQ_MARKER_START, e->ranges, n, lease, 0, 0, NULL, 0, now))) return;
+        if (!n || !more) {
+            p->unstarted = 0;
+            return;
+        }
         if (engine_slice_over(e)) { /* the rest with the next poll, which also asks for STARTs */
             engine_notify_owner(e, 0);
             return;
@@ -479,6 +483,7 @@ static bool flush_retries(engine *e, part *p, int64_t now)
 void marks_flush(engine *e, int64_t now)
 {
     e->flush_due = INT64_MAX;
+    atomic_store(&e->pending_since, now);
     for (int32_t i = e->first_slot; i < e->n_slots; i++) {
         part *p = e->slots[i];
         if (!p) continue;

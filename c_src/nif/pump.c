@@ -468,8 +468,9 @@ static bool expire(engine *e, part *p, int64_t now)
 typedef struct handing {
     int64_t now;
     ErlNifTime start;
-    lanes *lanes; /* NULL: no order is kept */
-    bool cut;     /* by the time slice */
+    lanes *lanes;   /* NULL: no order is kept */
+    int64_t unseen; /* messages since the last look at the clock */
+    bool cut;       /* by the time slice */
     ERL_NIF_TERM batches, unknown;
 } handing;
 
@@ -505,7 +506,11 @@ static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, ha
             *list = enif_make_list_cell(env, store_take(&p->store, env, &bytes), *list);
             got++;
         }
-        h->cut = slice_over(h->start);
+        h->unseen += n;
+        if (h->unseen >= HAND_OUT) {
+            h->unseen = 0;
+            h->cut = slice_over(h->start);
+        }
         if (h->cut || h->lanes) break; /* the next message may be another lane's */
     }
     p->handed_out += (uint64_t)got;

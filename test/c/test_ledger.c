@@ -95,11 +95,12 @@ static void compare(const kmq_ledger *ledger, const model *m)
 {
     int64_t ready = 0, waiting = 0, parking = 0, open = 0, ends = 0, oldest = -1, next_timeout = INT64_MAX,
             floor = INT64_MAX;
-    bool all_ready = true;
+    bool all_ready = true, unstarted = false;
     for (size_t i = 0; i < m->n; i++) {
         const item *it = &m->items[i];
         if (is_waiting(it)) {
             if (it->state != READY) all_ready = false;
+            unstarted = unstarted || it->state == UNSTARTED;
             if (all_ready) ready++;
             assert_int_equal(kmq_ledger_waiting_offset(ledger, waiting), it->offset);
             waiting++;
@@ -119,6 +120,7 @@ static void compare(const kmq_ledger *ledger, const model *m)
     kmq_ledger_check(ledger);
     assert_int_equal(kmq_ledger_waiting_offset(ledger, waiting), m->position);
     assert_int_equal(kmq_ledger_ready(ledger), ready);
+    assert_int_equal(kmq_ledger_unstarted(ledger), unstarted);
     assert_int_equal(kmq_ledger_waiting(ledger), waiting);
     assert_int_equal(kmq_ledger_parking(ledger), parking);
     assert_int_equal(kmq_ledger_open(ledger), open);

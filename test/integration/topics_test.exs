@@ -325,8 +325,7 @@ defmodule Kmq.Integration.TopicsTest do
 
     # A property that librdkafka does not know is named, and its value is not shown.
     options = Keyword.merge(good, kafka_config: [common: ["no.such.property": "secret-7"]])
-    Process.flag(:trap_exit, true)
-    assert {:error, %Error{} = error} = Consumer.start_link(options)
+    error = assert_raise ArgumentError, fn -> Consumer.start_link(options) end
     assert error.message =~ "no.such.property"
     refute error.message =~ "secret-7"
   end

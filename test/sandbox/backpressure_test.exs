@@ -58,6 +58,47 @@ defmodule Kmq.Sandbox.BackpressureTest do
     end
   end
 
+  # Each is a request to the broker: at 1,000 acks a second one for each poll was the half of a pipeline's cost there.
+  test "ENDs are written once in ack_flush_interval, whatever the consumer is polled for meanwhile",
+       %{
+         cluster: cluster
+       } do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, for(i <- 1..200, do: "#{i}"))
+    interval = 10_000
+
+    options =
+      options(cluster, topic,
+        marker_topic: topic <> "-m",
+        tracker: :external,
+        ack_flush_interval: interval
+      )
+
+    consumer = consumer(options)
+    one = fn -> Consumer.pull(consumer, max: 1, wait: scaled(10_000)) end
+    [first] = one.()
+    began = System.monotonic_time(:millisecond)
+    :ok = Kmq.ack(first)
+
+    # Each hand-out, soon after the assignment, brings a commit and so a poll or two.
+    for _ <- 2..200 do
+      [message] = one.()
+      :ok = Kmq.ack(message)
+    end
+
+    assert Consumer.flush(consumer, scaled(10_000)) == :ok
+    took = System.monotonic_time(:millisecond) - began
+
+    ends =
+      Enum.count(
+        records(cluster, topic <> "-m", 1),
+        &match?(<<0, 0x4B, 1, 2, _::binary>>, &1.value)
+      )
+
+    # One for each interval that began, and the flush's own.
+    assert ends in 1..(div(took, interval) + 2)
+  end
+
   defp take(_consumer, 0, acc), do: acc
 
   defp take(consumer, n, acc) do

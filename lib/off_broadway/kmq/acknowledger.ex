@@ -82,7 +82,8 @@ defmodule OffBroadway.Kmq.Acknowledger do
   def ack(handle, policy, successful, failed) do
     {delivery, {on_success, _on_failure, _backoff} = policy} = policy(policy)
     {acked, rest} = succeeded(successful, on_success, [], [])
-    acked != [] && settle(handle, :ack, acked)
+    # In the order of their offsets: the ledger settles a run as one.
+    acked != [] && settle(handle, :ack, Enum.reverse(acked))
 
     (rest ++ Enum.map(failed, &failed(&1, policy)))
     |> possible(delivery, policy, handle)

@@ -130,7 +130,8 @@ defmodule OffBroadway.Kmq.Producer do
     status: :ok
   }
 
-  # handle nil: not open (yet, or again). demand: what was asked for and not emitted.
+  # handle nil: not open (yet, or again). demand: what was asked for and not emitted. gathering: its hand-out is
+  # asked for.
   # Where an order is kept: order = %{scope:, processors: their names by lane, demand: {max, min}, batchers?:}, lanes what the processors
   # want, processors their monitors by pid, dying those of them that were there when one of them ended, full the lanes that the last look
   # found without room and what was done of them, look? whether another look is under way, asked the lanes whose processors were asked whether
@@ -145,6 +146,7 @@ defmodule OffBroadway.Kmq.Producer do
     :order,
     :lanes,
     demand: 0,
+    gathering: false,
     draining: false,
     processors: %{},
     dying: nil,
@@ -315,8 +317,23 @@ defmodule OffBroadway.Kmq.Producer do
 
   @doc false
   @spec handle_demand(pos_integer, struct) :: {:noreply, [map], struct}
-  def handle_demand(demand, state),
-    do: take(watch_processors(%{state | demand: state.demand + demand}))
+  def handle_demand(demand, state) do
+    state = watch_processors(%{state | demand: state.demand + demand})
+
+    # Others ask, too: one hand-out for all of them. Where an order is kept each ask is for room of its own.
+    cond do
+      state.gathering ->
+        {:noreply, [], state}
+
+      state.lanes == nil and
+          Process.info(self(), :message_queue_len) != {:message_queue_len, 0} ->
+        send(self(), {:kmq, :asked})
+        {:noreply, [], %{state | gathering: true}}
+
+      true ->
+        take(state)
+    end
+  end
 
   @doc false
   @spec handle_info(term, struct) ::
@@ -346,6 +363,7 @@ defmodule OffBroadway.Kmq.Producer do
   end
 
   def handle_info({:kmq, :room}, state), do: take(state)
+  def handle_info({:kmq, :asked}, state), do: take(%{state | gathering: false})
   def handle_info({:kmq, :look}, state), do: take(%{state | look?: false})
 
   def handle_info({{:kmq, :through, lane, number}, _answer}, state) do
@@ -540,6 +558,15 @@ defmodule OffBroadway.Kmq.Producer do
     end)
   end
 
+  # Each message has the name twice, and a term of a process is copied with each message that is sent; one that stands in a persistent
+  # term is not. The names of topics that were read stay there, a few bytes each.
+  defp name(topic) do
+    with nil <- :persistent_term.get({__MODULE__, topic}, nil) do
+      :persistent_term.put({__MODULE__, topic}, topic)
+      :persistent_term.get({__MODULE__, topic})
+    end
+  end
+
   defp taken(messages, left, %{demand: demand} = state) do
     if left < demand do
       metadata = %{handle: state.key, group: state.config.group_id}
@@ -553,7 +580,7 @@ defmodule OffBroadway.Kmq.Producer do
   defp batches([], _state, messages, demand), do: {messages, demand}
 
   defp batches([{slot, topic, partition, records} | rest], state, messages, demand) do
-    messages = records(records, {slot, topic, partition, state, :default}, nil, messages)
+    messages = records(records, {slot, name(topic), partition, state, :default}, nil, messages)
     batches(rest, state, messages, demand - length(records))
   end
 
