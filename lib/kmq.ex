@@ -52,7 +52,8 @@ defmodule Kmq do
   @typedoc """
   Every function that settles takes `sync: true` (or a time-out in ms; `true` means 30,000): it returns when Kafka has
   confirmed what it settled. Without it that happens within a few ms (`:ack_flush_interval`); a crash before that makes
-  the message come again.
+  the message come again. So does a crash before the group's next commit (`:commit_interval`), which the confirmation does not
+  wait for: the group then reads on at its last one.
   """
   @type sync :: {:sync, boolean | pos_integer}
 
@@ -116,7 +117,14 @@ defmodule Kmq do
 
   @doc "To the dead letter topic now, with `reason` in its `kmq-error` header."
   @spec reject(Message.t() | [Message.t()], term, [sync]) :: result
-  def reject(messages, reason \\ nil, options \\ []) do
+  def reject(messages, reason \\ nil, options \\ [])
+
+  def reject(_messages, [{:sync, _}] = options, []) do
+    raise ArgumentError,
+          "Kmq.reject takes the reason before the options: Kmq.reject(message, nil, #{inspect(options)})"
+  end
+
+  def reject(messages, reason, options) do
     text = reason && reason_text(reason)
     settle_all(messages, sync(options), &Handle.reject(&1, originals(&2), text))
   end

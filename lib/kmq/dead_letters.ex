@@ -117,7 +117,7 @@ defmodule Kmq.DeadLetters do
 
   The position is kept as a consumer group of its own, `<dead letter topic>__redrive`, so an interrupted redrive goes on where it
   stopped, and the next one begins behind it. With a filter or `:to` it is another group for each of them: what one
-  redrive left alone, another one still finds.
+  redrive left alone, another one still finds. What both match, both send, as do two of the same group at once.
 
     * `:filter` - which; with a function give it a `:group`
     * `:to` - another topic to send them to; then whoever reads it gets them
@@ -208,6 +208,7 @@ defmodule Kmq.DeadLetters do
         default
 
       {nil, filter, to} ->
+        filter = if is_list(filter), do: Enum.sort(filter), else: filter
         hash = :crypto.hash(:sha256, inspect({filter, to}, limit: :infinity))
         default <> "-" <> Base.encode16(binary_part(hash, 0, 5), case: :lower)
     end

@@ -63,6 +63,11 @@ defmodule Kmq.MessageTest do
       Kmq.retry([%{data: "flour", acknowledger: nil}], delay: 5)
     end
 
+    # options where the reason belongs
+    assert_raise ArgumentError, ~r/Kmq.reject\(message, nil, \[sync: true\]\)/, fn ->
+      Kmq.reject([], sync: true)
+    end
+
     assert Kmq.ack([]) == :ok
   end
 end

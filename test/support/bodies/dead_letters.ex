@@ -121,7 +121,9 @@ defmodule Kmq.Test.Bodies.DeadLetters do
 
     # Elsewhere, for whoever reads there.
     other = queue(cluster, 1, "other")
-    assert {:ok, %{redriven: 2}} = redrive.(to: other, filter: [key: "4"])
+    assert {:ok, %{redriven: 2}} = redrive.(to: other, filter: [key: "4", attempts: 1])
+    # the same filter in other words
+    assert {:ok, %{redriven: 0}} = redrive.(to: other, filter: [attempts: 1, key: "4"])
 
     moved =
       Enum.to_list(DeadLetters.stream("other", where(cluster) ++ [dead_letter_topic: other]))
