@@ -134,7 +134,7 @@ static inline size_t reports_read(kafka_producer *producer, size_t n)
 {
     kafka_report report[100];
     size_t errors = 0;
-    int64_t limit_ms = now_ms() + 10000;
+    int64_t limit_ms = now_ms() + scaled_ms(10);
     while (n > 0) {
         size_t got = kafka_producer_reports(producer, report, n < 100 ? n : 100);
         for (size_t i = 0; i < got; i++) errors += report[i].error != 0;

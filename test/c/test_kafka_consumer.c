@@ -245,7 +245,7 @@ static void small_queue(void **state)
 static kafka_record next(kafka_consumer *consumer, const char *name, int32_t partition, bool eof)
 {
     kafka_record record;
-    int64_t limit_ms = now_ms() + 10000;
+    int64_t limit_ms = now_ms() + scaled_ms(10);
     for (;;) {
         if (kafka_queue_wait(kafka_consumer_queue(consumer, name, partition), &record, 1, 100) == 1) {
             if (eof || record.error != KAFKA_RECORD_EOF) return record;
@@ -383,6 +383,8 @@ static void leave(member *m)
     kafka_consumer_destroy(m->consumer, NULL, NULL);
 }
 
+static int holds(const member *m) { return m->assigned - m->revoked; }
+
 /* Two members: the first has all, then half; records go to its own queues at all times; the second leaves, the first has all again. */
 static void rebalance(void **state)
 {
@@ -398,9 +400,9 @@ static void rebalance(void **state)
     assert_true(strlen(kafka_consumer_member_id(a.consumer, id, sizeof id)) > 0);
     assert_false(kafka_consumer_cooperative(a.consumer));
     member_open(&b, "rebalance", "group");
-    EVENTUALLY(15, (serve(&a), serve(&b), a.revoked == 4 && a.assigned == 6 && b.assigned == 2));
+    /* in one round or more: whoever joins anew first may be given all again */
+    EVENTUALLY(15, (serve(&a), serve(&b), holds(&a) == 2 && holds(&b) == 2));
     assert_int_equal(a.lost, 0);
-    assert_int_equal(b.revoked, 0);
     /* nothing was committed: each starts its own from the beginning, in its own queue (split again after the re-assign) */
     for (int p = 0; p < 4; p++) {
         kafka_consumer *owner = kafka_consumer_queue(a.consumer, "group", p) != NULL ? a.consumer : b.consumer;
@@ -409,8 +411,8 @@ static void rebalance(void **state)
         for (int i = 0; i < 10; i++) expect_number(owner, "group", p, i);
     }
     leave(&b);
-    assert_int_equal(b.revoked, 2);
-    EVENTUALLY(15, (serve(&a), a.assigned == 10));
+    assert_int_equal(holds(&b), 0);
+    EVENTUALLY(15, (serve(&a), holds(&a) == 4));
     leave(&a);
     assert_nothing_left();
 }
@@ -520,7 +522,7 @@ static void missing_topic(void **state)
     rd_kafka_mock_topic_set_error(c.mock, "missing", RD_KAFKA_RESP_ERR_UNKNOWN_TOPIC_OR_PART);
     member_open(&m, "missing", "missing");
     bool told = false;
-    int64_t limit_ms = now_ms() + 10000;
+    int64_t limit_ms = now_ms() + scaled_ms(10);
     while (!told && now_ms() < limit_ms) {
         while (kafka_consumer_poll(m.consumer, &event)) {
             told |= event.type == KAFKA_EVENT_ERROR && strcmp(event.error.name, "UNKNOWN_TOPIC_OR_PART") == 0;

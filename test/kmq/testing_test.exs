@@ -107,7 +107,7 @@ defmodule Kmq.TestingTest do
       await_settled(queue, first, timeout: 50)
     end
 
-    consumer = start_supervised!({Consumer, options(queue, max_processing_time: 500)})
+    consumer = start_supervised!({Consumer, options(queue, max_processing_time: 2_000)})
     assert [%{value: "flour"}] = Consumer.pull(consumer, wait: 60_000)
     await_ready(queue)
     # It is not settled in time, so it comes again; meanwhile the brokers are slow.

@@ -43,6 +43,7 @@ defmodule Kmq.Test.ClusterCase do
     :ok
   end
 
+  # A client may be half a minute in rd_kafka_destroy while its broker is slow.
   @doc "All native handles are closed and all trackers have ended, or soon will."
   def nothing_left do
     eventually(
@@ -50,7 +51,7 @@ defmodule Kmq.Test.ClusterCase do
         assert Map.new(:kmq_nif.live(), fn {what, _} -> {what, 0} end) == :kmq_nif.live()
         assert for({_, "kmq_tracker"} = program <- VM.port_programs(), do: program) == []
       end,
-      15_000
+      40_000
     )
   end
 
