@@ -421,7 +421,7 @@ static void read_compacted(void **state)
     kafka_producer_destroy(producer, NULL, NULL);
     kafka_reader *reader = reader_open(c.bootstrap);
     bool compacted = false;
-    int64_t limit_ms = now_ms() + 40000;
+    int64_t limit_ms = now_ms() + scaled_ms(40);
     while (!compacted && now_ms() < limit_ms) {
         int64_t offsets[60];
         seen s = {0};

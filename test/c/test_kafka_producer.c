@@ -32,7 +32,7 @@ static void read_back(const char *name, int n, void (*check)(int i, const kafka_
     assert_int_equal(kafka_consumer_assign(consumer, &from, 1, &err), 0);
     kafka_queue *queue = kafka_consumer_queue(consumer, name, 0);
     assert_non_null(queue);
-    int64_t limit_ms = now_ms() + 10000;
+    int64_t limit_ms = now_ms() + scaled_ms(10);
     for (int i = 0; i < n;) {
         kafka_record records[64];
         size_t got = kafka_queue_wait(queue, records, 64, 100);
