@@ -13,7 +13,7 @@ defmodule Kmq.CrashTest do
     # In the format of one marker a message the lease is the whole processing time.
     for format <- [:range, :kmq] do
       test "killed in the middle of its work: a successor finishes it (#{format})" do
-        scene = Scene.new(marker_format: unquote(format), max_processing_time: 3_000)
+        scene = Scene.new(marker_format: unquote(format), max_processing_time: scaled(3_000))
         n = 3_000
         Scene.publish(scene, 0..(n - 1))
         vm = Scene.vm(scene)
