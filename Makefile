@@ -65,19 +65,7 @@ swap = $(if $(RDKAFKA),@test -e "$(RDKAFKA)" || { echo "no such file: $(RDKAFKA)
 test: setup-test
 	$(swap)
 	@$(C) check check-deps
-	@$(if $(ARGS),mix test $(ARGS),$(thirds))
-
-# The Elixir tests wait more than they compute: three parts at a time, each with a VM and a Kafka of its own. What failed is said again
-# at the end, where a log is looked at first.
-part   = MIX_TEST_PARTITION=$(1) mix test --partitions 3
-thirds = MIX_ENV=test mix compile && rm -f $(BUILD)/part-* && { \
-    { $(call part,2) || touch $(BUILD)/part-2.failed; } >$(BUILD)/part-2.log 2>&1 & \
-    { $(call part,3) || touch $(BUILD)/part-3.failed; } >$(BUILD)/part-3.log 2>&1 & \
-    echo "three parts of the Elixir tests, the first:"; \
-    { $(call part,1) || touch $(BUILD)/part-1.failed; } 2>&1 | tee $(BUILD)/part-1.log; \
-    wait; for n in 2 3; do echo "part $$n:"; cat $(BUILD)/part-$$n.log; done; \
-    for n in 1 2 3; do ! test -e $(BUILD)/part-$$n.failed || { echo "part $$n failed:"; grep -A 8 -E '^ +[0-9]+\) ' $(BUILD)/part-$$n.log || tail -n 20 $(BUILD)/part-$$n.log; }; done; \
-    ! ls $(BUILD)/part-*.failed >/dev/null 2>&1; }
+	@$(if $(ARGS),mix test $(ARGS),sh scripts/test.sh)
 
 test-long: setup-test
 	$(swap)

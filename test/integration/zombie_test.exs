@@ -39,8 +39,9 @@ defmodule Kmq.ZombieTest do
 
     IO.puts("\na VM frozen for longer than its session: #{checker.twice} of 3000 handled twice")
 
-    # What it had in hand (4 workers with 10 each), and what it handed out before it heard of its loss, of what was STARTed.
-    assert checker.twice <= 40 + 100
+    # What it had in hand (4 workers with 10 each), what it settled after its last commit, and what it handed out before it heard of its
+    # loss. Were its late acks and commits let in, or were it to go on reading as before, it would be most of a thousand.
+    assert checker.twice <= 40 + 400
     assert Checker.missing(checker) == []
     assert Scene.dead(scene) == 0
     for vm <- [frozen, other], do: :ok = VM.call(vm, Worker, :stop, [])
