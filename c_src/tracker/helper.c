@@ -1,8 +1,10 @@
 /* helper - see helper.h. */
 #include "helper.h"
 
+#include <errno.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef struct helper_thread {
@@ -44,15 +46,32 @@ static helper_job *pick(helper_pool *pool, int index)
     return job;
 }
 
+/* The next job; NULL: none for `seconds` (0: however long it takes). The time of day serves: when it jumps, a rest comes sooner or later. */
+static helper_job *await_job(helper_pool *pool, int index, int seconds)
+{
+    struct timespec until;
+    helper_job *job;
+    int rc = 0;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += seconds;
+    pthread_mutex_lock(&pool->lock);
+    while (!(job = pick(pool, index)) && rc != ETIMEDOUT)
+        rc = seconds ? pthread_cond_timedwait(&pool->more, &pool->lock, &until)
+                     : pthread_cond_wait(&pool->more, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+    return job;
+}
+
 static void *work(void *argument)
 {
     helper_thread *self = argument;
     helper_pool *pool = self->pool;
     for (;;) {
-        helper_job *job;
-        pthread_mutex_lock(&pool->lock);
-        while (!(job = pick(pool, self->index))) pthread_cond_wait(&pool->more, &pool->lock);
-        pthread_mutex_unlock(&pool->lock);
+        helper_job *job = await_job(pool, self->index, pool->rest_s);
+        if (!job) {
+            pool->rest(self->keep);
+            job = await_job(pool, self->index, 0);
+        }
         job->run(job, self->keep);
         pthread_mutex_lock(&pool->lock);
         push(&pool->done, job);
@@ -63,11 +82,13 @@ static void *work(void *argument)
     return NULL;
 }
 
-int helper_start(helper_pool *pool, int wake_fd, void *const *threads, int n)
+int helper_start(helper_pool *pool, int wake_fd, void *const *threads, int n, void (*rest)(void *thread), int rest_s)
 {
     pool->todo = pool->done = (helper_list){NULL, NULL};
     pool->wake_fd = wake_fd;
     pool->n_threads = n;
+    pool->rest = rest;
+    pool->rest_s = rest ? rest_s : 0;
     if (pthread_mutex_init(&pool->lock, NULL) || pthread_cond_init(&pool->more, NULL)) return -1;
     sigset_t all, old;
     sigfillset(&all);

@@ -444,10 +444,10 @@ static void begin(tracker *t)
     tracker_rate_init(&t->rate, t->config.rate, t->now_ms);
     for (size_t i = 0; i < sizeof t->threads / sizeof t->threads[0]; i++)
         t->threads[i] = tracker_thread_new(&t->config, &t->token);
-    if (helper_start(&t->asks, t->jobs_wake[1], t->threads, 1) ||
-        helper_start(&t->loads, t->jobs_wake[1], t->threads + 1, 2) ||
-        helper_start(&t->reads, t->jobs_wake[1], t->threads + 3, 5) ||
-        helper_start(&t->aheads, t->jobs_wake[1], t->threads + 8, 1)) {
+    if (helper_start(&t->asks, t->jobs_wake[1], t->threads, 1, tracker_thread_rest, TRACKER_REST_S) ||
+        helper_start(&t->loads, t->jobs_wake[1], t->threads + 1, 2, tracker_thread_rest, TRACKER_REST_S) ||
+        helper_start(&t->reads, t->jobs_wake[1], t->threads + 3, 5, tracker_thread_rest, TRACKER_REST_S) ||
+        helper_start(&t->aheads, t->jobs_wake[1], t->threads + 8, 1, tracker_thread_rest, TRACKER_REST_S)) {
         fputs("kmq_tracker: cannot start threads\n", stderr);
         t->status = 2;
         t->mode = MODE_ENDED;

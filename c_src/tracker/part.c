@@ -26,7 +26,8 @@ enum {
     ASK_PAUSE_MAX_MS = 1000,
     CLOCK_RETRY_MS = 200,
     COUNT_RUNS = 100000,
-    HEADERS = 16
+    HEADERS = 16,
+    WARM_MS = (TRACKER_REST_S - 5) * 1000
 };
 
 tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partition)
@@ -136,6 +137,12 @@ static int64_t set_size(const kmq_marker_set *set)
     return n;
 }
 
+/* What may come to be due soon: the clients that it then takes are not to rest, for their first call is slow. */
+static void stay_warm(const tracker *t, tracker_part *part)
+{
+    if (part->state == PART_READY && t->now_ms - part->warm_ms > WARM_MS) part->warm = false;
+}
+
 /* False: read no further. */
 static bool read_record(tracker *t, tracker_part *part, const kafka_record *record)
 {
@@ -178,6 +185,7 @@ static bool read_record(tracker *t, tracker_part *part, const kafka_record *reco
             part->n_late += set_size(&marker.set) - (open - kmq_lease_book_open(&part->book));
         part->position = record->offset + 1;
         if (own) barrier_passed(t, part);
+        if (marker.type != KMQ_MARKER_CLOCK && marker.type != KMQ_MARKER_END) stay_warm(t, part);
         break;
     }
     }
@@ -306,6 +314,7 @@ static void answered(tracker *t, tracker_part *part, const kafka_partition *answ
         if (news) part->asked_below = offset;
         if (!part->warm && offset > 0) {
             part->warm = true;
+            part->warm_ms = t->now_ms;
             tracker_reader_warm(t, part);
         }
     }

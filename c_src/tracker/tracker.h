@@ -64,6 +64,7 @@ enum {
     TRACKER_READ_MS = 5000,          /* time limit of a read of Q */
     TRACKER_COMMIT_MS = 250,         /* between commits */
     TRACKER_TICK_MS = 1000,          /* gauges */
+    TRACKER_REST_S = 30,             /* a helper without work closes its clients */
     TRACKER_ALARM_MS = 30000,        /* the same alarm at most every */
     TRACKER_LANES = 16               /* producers of transactions, each with a thread of its own */
 };
@@ -199,7 +200,8 @@ struct tracker_part {
     int64_t below;                                       /* the group's committed offset, proven by a barrier */
     int64_t asked_below, asked_ms, ask_ms, ask_pause_ms; /* last answer, when, not again before, pause that grows */
     bool asking, warm;
-    int64_t *held; /* due, but at or above `below`: the group will fetch them itself; in flight in the book */
+    int64_t warm_ms; /* since when */
+    int64_t *held;   /* due, but at or above `below`: the group will fetch them itself; in flight in the book */
     size_t n_held, cap_held;
 
     size_t n_active, n_reads;
@@ -392,6 +394,8 @@ kafka_admin *tracker_end_admin(void *thread, bool stable, kafka_error *err);
 /* Not kept: the caller's. Its id is "<tracker group>/<marker topic>/<partition>". */
 kafka_txn *tracker_txn_open(const tracker_config *config, const char *markers, int32_t partition, kafka_error *err);
 void *tracker_thread_new(const tracker_config *config, tracker_token *token);
+/* Closes its clients; the next job opens what it needs. */
+void tracker_thread_rest(void *thread);
 
 /* ends.c. out gets the record's key offset and value, which are its own. Sorts ends. */
 typedef void tracker_ends_out(void *ctx, int64_t key_offset, const uint8_t *bytes, size_t n);

@@ -218,7 +218,7 @@ static tracker_lane *lane_new(tracker *t)
 {
     tracker_lane *lane = tracker_alloc(sizeof *lane);
     void *keep = lane;
-    if (helper_start(&lane->pool, t->jobs_wake[1], &keep, 1) == 0) return lane;
+    if (helper_start(&lane->pool, t->jobs_wake[1], &keep, 1, NULL, 0) == 0) return lane;
     free(lane);
     return NULL;
 }
