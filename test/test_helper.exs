@@ -21,6 +21,11 @@ needs = [
         {:missing,
          "librdkafka is #{rdkafka}, and this needs 2.10.1; `make test-long RDKAFKA=path` brings another"}
     ),
+  http:
+    if(match?({_, 0}, System.cmd("sh", ["-c", "pkg-config --exists libmicrohttpd"])),
+      do: :ok,
+      else: {:missing, "no libmicrohttpd; apt-get install libmicrohttpd-dev brings it"}
+    ),
   slow:
     if(System.get_env("KMQ_LONG") == "1",
       do: :ok,

@@ -25,7 +25,7 @@ void tracker_http_publish(char *text, size_t n)
 #include <signal.h>
 #include <string.h>
 
-enum { CONNECTIONS = 16, TIMEOUT_S = 10 };
+enum { CONNECTIONS = 32, TIMEOUT_S = 3 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char *published;
@@ -65,7 +65,7 @@ bool tracker_http_start(int port)
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &old); /* signals are the loop's */
     struct MHD_Daemon *daemon =
-        MHD_start_daemon(MHD_USE_INTERNAL_POLLING_THREAD, (uint16_t)port, NULL, NULL, serve, NULL, MHD_OPTION_SOCK_ADDR,
+        MHD_start_daemon(MHD_USE_AUTO_INTERNAL_THREAD, (uint16_t)port, NULL, NULL, serve, NULL, MHD_OPTION_SOCK_ADDR,
                          &address, MHD_OPTION_CONNECTION_LIMIT, (unsigned)CONNECTIONS, MHD_OPTION_CONNECTION_TIMEOUT,
                          (unsigned)TIMEOUT_S, MHD_OPTION_END);
     pthread_sigmask(SIG_SETMASK, &old, NULL);

@@ -3,8 +3,8 @@
  *
  *      loop --publish--> text, under a lock --GET /metrics--> libmicrohttpd's own thread
  *
- * Nothing of the loop is touched by that thread; it sends what was published last. Bounds: 16 connections of 10 s each, and the text
- * once more for each of them. Only 127.0.0.1 is listened on: who is let in is a proxy's business. */
+ * Nothing of the loop is touched by that thread; it sends what was published last. Bounds: 32 connections, each ended after
+ * 3 s in which nothing comes or goes (others wait as long), and the text once more for each of them. Only 127.0.0.1 is listened on: who is let in is a proxy's business. */
 #ifndef TRACKER_HTTP_H
 #define TRACKER_HTTP_H
 

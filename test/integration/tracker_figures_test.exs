@@ -191,56 +191,8 @@ defmodule Kmq.Integration.TrackerFiguresTest do
     eventually(fn -> not VM.os_alive?(pid) end)
   end
 
-  @microhttpd match?({_, 0}, System.cmd("sh", ["-c", "pkg-config --exists libmicrohttpd"]))
-  unless @microhttpd, do: @tag(skip: "no libmicrohttpd")
-  @tag :slow
-  @tag timeout: 300_000
-  test "and on a loopback port, where that is built in", %{cluster: cluster} do
-    dir = Path.join(System.tmp_dir!(), unique("kmq-http"))
-    File.mkdir_p!(dir)
-    on_exit(fn -> File.rm_rf!(dir) end)
-    build = Path.join(Path.dirname(Mix.Project.build_path()), "c")
-
-    assert {_, 0} =
-             System.cmd("make", ["-C", "c_src", "HTTP=1", "BUILD=#{build}", "PRIV=#{dir}"],
-               stderr_to_stdout: true
-             )
-
-    {:ok, socket} = :gen_tcp.listen(0, ip: {127, 0, 0, 1})
-    {:ok, port} = :inet.port(socket)
-    :gen_tcp.close(socket)
-
-    File.write!(
-      Path.join(dir, "conf"),
-      "group = g\nqueue = #{unique("q")}\nkafka.bootstrap.servers = #{cluster.hosts}\nmetrics_port = #{port}\nmetrics_interval_ms = 100\n"
-    )
-
-    pid = daemon(dir, Path.join(dir, "kmq_tracker"))
-    eventually(fn -> assert get(port, "GET /metrics") =~ "kmq_tracker_restarts_total 0" end)
-    assert get(port, "GET /metrics") =~ ~r"^HTTP/1.1 200 "
-    assert get(port, "GET /") =~ ~r"^HTTP/1.1 404 "
-    assert get(port, "POST /metrics") =~ ~r"^HTTP/1.1 405 "
-    System.cmd("kill", ["-TERM", "#{pid}"])
-    eventually(fn -> not VM.os_alive?(pid) end)
-  end
-
-  defp get(port, what) do
-    with {:ok, socket} <- :gen_tcp.connect({127, 0, 0, 1}, port, [:binary, active: false]) do
-      :ok = :gen_tcp.send(socket, what <> " HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-      all(socket, "")
-    else
-      {:error, reason} -> inspect(reason)
-    end
-  end
-
-  defp all(socket, acc) do
-    case :gen_tcp.recv(socket, 0, 5_000) do
-      {:ok, bytes} -> all(socket, acc <> bytes)
-      {:error, _} -> acc
-    end
-  end
-
-  defp daemon(dir, program \\ to_string(:kmq_port.program('kmq_tracker'))) do
+  defp daemon(dir) do
+    program = to_string(:kmq_port.program('kmq_tracker'))
     script = ~S("$0" --config "$1/conf" </dev/null >>"$1/log" 2>&1 & echo $!)
     {pid, 0} = System.cmd("/bin/sh", ["-c", script, program, dir])
     pid = String.to_integer(String.trim(pid))

@@ -43,11 +43,11 @@ defmodule Kmq.Test.VM do
     await_exit(vm)
   end
 
-  @doc "`:kill`, `:stop` or `:cont` to the VM, or to any process by its id."
-  @spec signal(t | pos_integer, :kill | :stop | :cont) :: :ok
+  @doc "`:kill`, `:stop`, `:cont` or `:term` to the VM, or to any process by its id."
+  @spec signal(t | pos_integer, :kill | :stop | :cont | :term) :: :ok
   def signal(%__MODULE__{os_pid: os_pid}, signal), do: signal(os_pid, signal)
 
-  def signal(os_pid, signal) when signal in [:kill, :stop, :cont] and os_pid > 1 do
+  def signal(os_pid, signal) when signal in [:kill, :stop, :cont, :term] and os_pid > 1 do
     name = signal |> Atom.to_string() |> String.upcase()
     {_, _} = System.cmd("kill", ["-#{name}", Integer.to_string(os_pid)], stderr_to_stdout: true)
     :ok
