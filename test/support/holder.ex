@@ -39,6 +39,36 @@ defmodule Kmq.Test.Holder do
     end
   end
 
+  @doc "A consumer whose messages stay with it: `next/1` and `settle/1`."
+  @spec keep(keyword) :: :ok
+  def keep(options) do
+    {:ok, _} =
+      Agent.start(fn -> {elem({:ok, _} = Kmq.Consumer.start_link(options), 1), []} end,
+        name: __MODULE__,
+        timeout: 30_000
+      )
+
+    :ok
+  end
+
+  @doc "Takes n more; their offsets, attempts and values."
+  @spec next(pos_integer) :: [{non_neg_integer, pos_integer, binary}]
+  def next(n) do
+    take = fn {consumer, held} ->
+      messages = pull(consumer, n, [])
+      {Enum.map(messages, &{&1.offset, &1.attempt, &1.value}), {consumer, held ++ messages}}
+    end
+
+    Agent.get_and_update(__MODULE__, take, :infinity)
+  end
+
+  @doc "Settles all it holds by a function of `Kmq`, and these further arguments."
+  @spec settle(atom, list) :: Kmq.result()
+  def settle(action, arguments) do
+    settle = fn {consumer, held} -> {apply(Kmq, action, [held | arguments]), {consumer, []}} end
+    Agent.get_and_update(__MODULE__, settle, :infinity)
+  end
+
   defp pull(_consumer, 0, acc), do: acc
 
   defp pull(consumer, n, acc) do
