@@ -28,7 +28,7 @@ defmodule Kmq do
   another node: through the consumer's handle), and says what it could not do.
   """
 
-  alias Kmq.{Backoff, Control, Handle, Info, Message, Publisher, Receipt}
+  alias Kmq.{Backoff, Control, Handle, Info, Message, Options, Publisher, Receipt}
   alias Kmq.Options.Types
 
   @typedoc """
@@ -51,11 +51,14 @@ defmodule Kmq do
 
   @typedoc """
   Every function that settles takes `sync: true` (or a time-out in ms; `true` means 30,000): it returns when Kafka has
-  confirmed what it settled. Without it that happens within a few ms (`:ack_flush_interval`); a crash before that makes
-  the message come again. So does a crash before the group's next commit (`:commit_interval`), which the confirmation does not
-  wait for: the group then reads on at its last one.
+  confirmed what it settled, the marker and, where that was not there before, the group's commit that covers the message:
+  a crash from then on does not bring it back. Without it that happens within a few ms (`:ack_flush_interval`), and the commit within
+  `:commit_interval`; a crash before makes the message come again, as a new delivery or, after the marker and before the commit, at no attempt.
   """
   @type sync :: {:sync, boolean | pos_integer}
+
+  @sync [sync: [type: {:custom, Types, :sync, []}]]
+  @retry [delay: [type: {:custom, Types, :retry_delay, []}], reason: [type: :any]] ++ @sync
 
   @doc "It is done. It will not be delivered again."
   @spec ack(Message.t() | [Message.t()], [sync]) :: result
@@ -75,18 +78,17 @@ defmodule Kmq do
   """
   @spec retry(Message.t() | [Message.t()], keyword) :: result
   def retry(messages, options \\ []) do
-    options = Keyword.validate!(options, [:delay, :reason, :sync])
-    reason = options[:reason]
-    delay = delay_option(options[:delay])
+    options = Options.validate!(options, @retry)
+    {delay, reason} = {options[:delay], options[:reason]}
 
-    settle_all(messages, sync(Keyword.take(options, [:sync])), fn handle, of_handle ->
+    settle_all(messages, options[:sync], fn handle, of_handle ->
       entries =
         for message <- of_handle do
           wait = wait(delay || message.backoff, message.attempt, reason)
           {message.slot, message.offset, wait}
         end
 
-      Handle.retry(handle, entries, :failed, reason && reason_text(reason))
+      Handle.retry(handle, entries, :failed, reason_text(reason))
     end)
   end
 
@@ -125,7 +127,7 @@ defmodule Kmq do
   end
 
   def reject(messages, reason, options) do
-    text = reason && reason_text(reason)
+    text = reason_text(reason)
     settle_all(messages, sync(options), &Handle.reject(&1, originals(&2), text))
   end
 
@@ -263,26 +265,9 @@ defmodule Kmq do
         raise(ArgumentError, "#{call} takes ms, from 0 to #{most} (30 days), got: #{inspect(ms)}")
   end
 
-  @sync_ms 30_000
-
   # nil, or how long to wait for Kafka.
   defp sync([]), do: nil
-
-  defp sync(options) do
-    case Keyword.validate!(options, [:sync])[:sync] do
-      true ->
-        @sync_ms
-
-      ms when is_integer(ms) and ms > 0 ->
-        ms
-
-      off when off in [nil, false] ->
-        nil
-
-      other ->
-        raise ArgumentError, "expected :sync to be true, false or ms, got: #{inspect(other)}"
-    end
-  end
+  defp sync(options), do: Options.validate!(options, @sync)[:sync]
 
   defp settle_all(%Message{} = message, sync, fun) do
     case settle_of(message.handle, [message], sync, fun) do
@@ -293,23 +278,13 @@ defmodule Kmq do
 
   defp settle_all([], _sync, _fun), do: :ok
 
-  defp settle_all(other, _sync, _fun)
-       when not (is_list(other) and is_struct(hd(other), Message)) do
-    what = if is_list(other), do: hd(other), else: other
-
-    in_broadway =
-      if is_map(what) and is_map_key(what, :acknowledger),
-        do:
-          ". A pipeline's messages are settled by Broadway: return them, or say what becomes of them by Broadway.Message.failed/2"
-
-    raise ArgumentError,
-          "expected a Kmq.Message or a list of them, got: #{inspect(what, limit: 5)}#{in_broadway}"
-  end
-
   defp settle_all([%Message{handle: handle} | _] = messages, sync, fun) do
-    if Enum.all?(messages, &(&1.handle == handle)) do
+    if Enum.all?(messages, &match?(%Message{handle: ^handle}, &1)) do
       settle_of(handle, messages, sync, fun)
     else
+      # Before the first of them is settled.
+      Enum.each(messages, &(is_struct(&1, Message) || no_message(&1)))
+
       messages
       |> Enum.group_by(& &1.handle)
       |> Enum.flat_map(fn {handle, of_handle} ->
@@ -323,6 +298,19 @@ defmodule Kmq do
         failed -> {:error, failed}
       end
     end
+  end
+
+  defp settle_all([other | _], _sync, _fun), do: no_message(other)
+  defp settle_all(other, _sync, _fun), do: no_message(other)
+
+  defp no_message(other) do
+    in_broadway =
+      if is_map(other) and is_map_key(other, :acknowledger),
+        do:
+          ". A pipeline's messages are settled by Broadway: return them, or say what becomes of them by Broadway.Message.failed/2"
+
+    raise ArgumentError,
+          "expected a Kmq.Message or a list of them, got: #{inspect(other, limit: 5)}#{in_broadway}"
   end
 
   defp settle_of(handle, messages, nil, fun) do
@@ -351,17 +339,6 @@ defmodule Kmq do
     for {slot, offset, reason} <- failed, do: {Map.fetch!(by_place, {slot, offset}), reason}
   end
 
-  defp delay_option(nil), do: nil
-  defp delay_option(ms) when is_integer(ms), do: ms!(ms, "a retry")
-  defp delay_option(function) when is_function(function, 2), do: function
-
-  defp delay_option(backoff) do
-    case Backoff.parse(backoff) do
-      {:ok, normal} -> normal
-      {:error, message} -> raise ArgumentError, "invalid value for :delay option: " <> message
-    end
-  end
-
   @doc false
   # ms before the attempt after this one.
   @spec wait(
@@ -383,11 +360,10 @@ defmodule Kmq do
   @text_bytes 512
 
   @doc false
-  # A short text of any reason: what is kept with a message, in UTF-8.
-  @spec reason_text(term) :: String.t()
-  def reason_text(reason) do
-    reason |> text() |> cut(@text_bytes)
-  end
+  # A short text of any reason: what is kept with a message, in UTF-8; nil where there is none.
+  @spec reason_text(term) :: String.t() | nil
+  def reason_text(nil), do: nil
+  def reason_text(reason), do: reason |> text() |> cut(@text_bytes)
 
   defp text(%{__exception__: true} = exception), do: Exception.message(exception)
 

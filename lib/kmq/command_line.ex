@@ -1,6 +1,7 @@
 defmodule Kmq.CommandLine do
   @moduledoc false
-  # What the mix tasks share: arguments, plain and JSON output, exit codes. 0 = done, 1 = it failed, 2 = wrong arguments.
+  # What the mix tasks share: arguments, plain and JSON output, exit codes. 0 = done, 1 = it failed, 2 = wrong arguments. What failed is a
+  # line on standard error; with --json also an object on standard output, {"error":{"reason":...,"message":...,"retriable":...}}.
 
   alias Kmq.Error
 
@@ -24,7 +25,7 @@ defmodule Kmq.CommandLine do
       true ->
         Mix.Task.run("app.start")
         Logger.configure(level: :error)
-        finish(call(fun, words, options))
+        finish(call(fun, words, options), options)
     end
   end
 
@@ -46,25 +47,46 @@ defmodule Kmq.CommandLine do
   defp file(path) do
     case File.read(path) do
       {:ok, text} ->
-        {options, _binding} = Code.eval_string(text, [], file: path)
-        Keyword.keyword?(options) || raise ArgumentError, "#{path} holds no keyword list"
+        options = eval(text, path)
+
+        Keyword.keyword?(options) ||
+          raise ArgumentError,
+                "--options: #{path} holds no keyword list; it is to be like [client_config: [ssl: true]]"
+
         Keyword.delete(options, :hosts)
 
       {:error, reason} ->
-        raise ArgumentError, "cannot read #{path}: #{:file.format_error(reason)}"
+        raise ArgumentError, "--options: cannot read #{path}: #{:file.format_error(reason)}"
     end
   end
 
-  defp finish(:ok), do: :ok
+  # What is wrong with it, and where, but never a line of it: passwords may stand there.
+  defp eval(text, path) do
+    {options, _binding} = Code.eval_string(text, [], file: path)
+    options
+  rescue
+    error -> raise ArgumentError, "--options: #{path}#{line(error)} is no Elixir: #{what(error)}"
+  end
 
-  defp finish({:error, %Error{reason: :invalid_option} = error}), do: bad_usage(error.message)
+  defp line(%{line: line}), do: ", line #{line},"
+  defp line(_error), do: ""
 
-  defp finish({:error, error}) do
+  defp what(%{description: text}), do: text
+  defp what(error), do: Exception.message(error)
+
+  defp finish(:ok, _options), do: :ok
+
+  defp finish({:error, %Error{reason: :invalid_option} = error}, _options),
+    do: bad_usage(error.message)
+
+  defp finish({:error, error}, options) do
     IO.puts(:stderr, "error: " <> Exception.message(error))
+    error = %{reason: error.reason, message: error.message, retriable: error.retriable?}
+    if options[:json], do: IO.puts(json(%{error: error}))
     exit({:shutdown, 1})
   end
 
-  defp finish({:usage, text}), do: bad_usage(text)
+  defp finish({:usage, text}, _options), do: bad_usage(text)
 
   defp bad_usage(text) do
     IO.puts(:stderr, "#{text}\nsee --help")

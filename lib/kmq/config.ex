@@ -121,12 +121,13 @@ defmodule Kmq.Config do
   def with_topics(config, topics) do
     options = for name <- @options, do: {name, Map.get(config, name)}
 
-    maps =
-      for name <- [:marker_topic, :dead_letter_topic, :redeliver_to],
-          is_map(options[name]),
-          do: {name, Map.take(options[name], topics)}
-
     with {:ok, topics} <- if(topics == [], do: {:ok, []}, else: Options.Types.topics(topics)),
+         maps =
+           for(
+             name <- [:marker_topic, :dead_letter_topic, :redeliver_to],
+             is_map(options[name]),
+             do: {name, Map.take(options[name], topics)}
+           ),
          options = Keyword.merge(options, [{:topics, topics} | maps]),
          {:ok, derived} <- derive_topics(options) do
       {:ok, config |> struct!(topics: topics) |> struct!(derived)}

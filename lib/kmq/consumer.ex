@@ -18,7 +18,7 @@ defmodule Kmq.Consumer do
 
   require Logger
 
-  alias Kmq.{Config, Error, Handle, Info, Message}
+  alias Kmq.{Config, Error, Handle, Info, Message, Options}
 
   @reopen_ms 1_000
   @call_margin_ms 5_000
@@ -29,8 +29,10 @@ defmodule Kmq.Consumer do
   # fenced: why it is no member any more, for good
   defstruct [:config, :key, :handle, :monitor, :opening, :fenced, waiting: [], pullers: %{}]
 
-  @max_pull 1_000_000
-  @max_wait_ms 86_400_000
+  @pull [
+    max: [type: {:custom, Options.Types, :integer_in, [1, 1_000_000]}, default: 1],
+    wait: [type: {:custom, Options.Types, :integer_in, [0, 86_400_000]}, default: 0]
+  ]
 
   @doc """
   Starts a member of the group. Bad options raise; a missing topic or an unreachable cluster is `{:error, %Kmq.Error{}}`.
@@ -59,9 +61,8 @@ defmodule Kmq.Consumer do
   """
   @spec pull(GenServer.server(), keyword) :: [Message.t()]
   def pull(consumer, options \\ []) do
-    options = Keyword.validate!(options, max: 1, wait: 0)
-    max = within!(options[:max], :max, 1, @max_pull)
-    wait = within!(options[:wait], :wait, 0, @max_wait_ms)
+    # Checked in the caller: a wrong argument is its own bug, and not the consumer's.
+    [max: max, wait: wait] = Options.validate!(options, @pull)
 
     case GenServer.call(consumer, {:pull, max, wait}, wait + @call_margin_ms) do
       {:fenced, error} -> raise error
@@ -101,16 +102,6 @@ defmodule Kmq.Consumer do
   def stop(consumer, timeout \\ :infinity) do
     GenServer.cast(consumer, {:stopper, self()})
     GenServer.stop(consumer, :normal, timeout)
-  end
-
-  # Checked in the caller: a wrong argument is its own bug, and not the consumer's.
-  defp within!(value, _name, least, most)
-       when is_integer(value) and value >= least and value <= most,
-       do: value
-
-  defp within!(value, name, least, most) do
-    raise ArgumentError,
-          "expected #{inspect(name)} to be an integer from #{least} to #{most}, got: #{inspect(value)}"
   end
 
   # ---- GenServer

@@ -23,13 +23,30 @@ defmodule Kmq.DeadLetters do
   """
 
   require Logger
-  alias Kmq.{Config, DeadLetter, Error, Publisher, Security, Topics}
+  alias Kmq.{Config, DeadLetter, Error, Options, Publisher, Security, Topics}
+  alias Options.Types
 
   @read_ms 15_000
   @chunk 100
-  @count_header "kmq-redelivery-count"
   @where [:hosts, :client_config, :kafka_config]
-  @conditions [:cause, :group, :key, :headers, :attempts, :since, :until, :origin]
+  @read Keyword.take(Options.schema(:publisher), @where) ++
+          [
+            filter: [type: {:custom, Types, :letter_filter, []}],
+            dead_letter_topic: [type: {:custom, Types, :topic, []}],
+            count_header: [
+              type: {:custom, Types, :count_header, []},
+              default: "kmq-redelivery-count"
+            ]
+          ]
+  @redrive @read ++
+             [
+               to: [type: {:custom, Types, :topic, []}],
+               rate: [type: :pos_integer],
+               max: [type: :pos_integer],
+               dry_run: [type: :boolean, default: false],
+               progress: [type: {:custom, Types, :function_of_one, []}],
+               group: [type: {:custom, Types, :non_empty_string, []}]
+             ]
   @redriven "kmq-redriven"
   @pointing ["kmq-pointer", "kmq-value-bytes"]
 
@@ -53,7 +70,7 @@ defmodule Kmq.DeadLetters do
   """
   @spec stream(String.t(), keyword) :: Enumerable.t()
   def stream(topic, options) do
-    {run, filter} = run!(topic, options, [])
+    run = run!(topic, options, @read)
 
     Stream.resource(
       fn ->
@@ -62,22 +79,22 @@ defmodule Kmq.DeadLetters do
       end,
       fn
         {admin, []} -> {:halt, {admin, []}}
-        {admin, [span | spans]} -> next(admin, run, span, spans, filter)
+        {admin, [span | spans]} -> next(admin, run, span, spans)
       end,
       fn {admin, _spans} -> :kmq_nif.admin_close(admin) end
     )
   end
 
-  defp next(admin, run, span, spans, filter) do
+  defp next(admin, run, span, spans) do
     {letters, rest} = ok!(read(admin, run, span))
-    {Enum.filter(letters, filter), {admin, List.wrap(rest) ++ spans}}
+    {Enum.filter(letters, &wanted?(&1, run.filter)), {admin, List.wrap(rest) ++ spans}}
   end
 
   @doc "One of them, by partition and offset of the dead letter topic."
   @spec show(String.t(), non_neg_integer, non_neg_integer, keyword) ::
           {:ok, DeadLetter.t()} | {:error, Error.t()}
   def show(topic, partition, offset, options) do
-    {run, _filter} = run!(topic, options, [])
+    run = run!(topic, options, @read)
 
     with_admin(run, run.dead_letter_topic <> "__read", fn admin ->
       with {:ok, spans} <- spans(admin, run, false),
@@ -130,101 +147,66 @@ defmodule Kmq.DeadLetters do
   """
   @spec redrive(String.t(), keyword) :: {:ok, summary} | {:error, Error.t()}
   def redrive(topic, options) do
-    {run, filter} = run!(topic, options, [:to, :rate, :dry_run, :max, :progress, :group])
+    run = run!(topic, options, @redrive)
 
-    run = Map.merge(run, redrive_options(options, topic))
-    group = group(run, options)
+    if run.to == run.dead_letter_topic,
+      do: raise(ArgumentError, "invalid value for :to option: it is the dead letter topic itself")
 
-    with_admin(run, group, fn admin ->
+    with_admin(run, group(run), fn admin ->
       with {:ok, spans} <- spans(admin, run, true) do
         total = Enum.sum(for {_, from, to} <- spans, do: to - from)
         summary = %{read: 0, redriven: 0, skipped: 0, total: total}
-        with_publisher(run, &redrive_all(admin, &1, run, spans, filter, summary))
+        with_publisher(run, &redrive_all(admin, &1, run, spans, summary))
       end
     end)
   end
 
   # ---- options
 
-  defp run!(topic, options, names) do
-    is_binary(topic) || raise ArgumentError, "expected a topic, got: #{inspect(topic)}"
-    known = @where ++ [:filter, :dead_letter_topic, :count_header] ++ names
-    Keyword.validate!(options, known)
-
-    case Config.connection(Keyword.take(options, @where)) do
-      {:ok, %{admin_props: props, bootstrap: bootstrap}} ->
-        run = %{
-          topic: topic,
-          dead_letter_topic: options[:dead_letter_topic] || Topics.dead_letter_topic(topic),
-          count_header: options[:count_header] || @count_header,
-          bootstrap: bootstrap,
-          props: props,
-          connection: options |> Keyword.take(@where) |> Security.hide()
-        }
-
-        {run, filter!(options[:filter])}
-
-      {:error, error} ->
-        raise ArgumentError, error.message
+  defp run!(topic, options, schema) do
+    with {:ok, topic} <- Types.topic(topic),
+         {:ok, valid} <- Options.validate(options, schema),
+         connection = Keyword.take(options, @where),
+         {:ok, %{admin_props: props, bootstrap: bootstrap}} <- Config.connection(connection) do
+      %{
+        topic: topic,
+        dead_letter_topic: valid[:dead_letter_topic] || Topics.dead_letter_topic(topic),
+        count_header: valid[:count_header],
+        filter: valid[:filter],
+        bootstrap: bootstrap,
+        props: props,
+        connection: Security.hide(connection),
+        to: valid[:to],
+        rate: valid[:rate],
+        max: valid[:max] || :infinity,
+        dry_run: valid[:dry_run],
+        progress: valid[:progress] || fn _summary -> :ok end,
+        group: valid[:group]
+      }
+    else
+      {:error, %Error{message: message}} -> raise ArgumentError, message
+      {:error, message} -> raise ArgumentError, message
     end
   end
 
-  defp redrive_options(options, topic) do
-    for {name, ok?} <- [
-          rate: &(is_integer(&1) and &1 > 0),
-          max: &(is_integer(&1) and &1 > 0),
-          to: &is_binary/1,
-          dry_run: &is_boolean/1,
-          progress: &is_function(&1, 1)
-        ],
-        value = options[name],
-        not ok?.(value),
-        do: raise(ArgumentError, "invalid value for #{inspect(name)}: #{inspect(value)}")
+  # The group that keeps the position.
+  defp group(%{group: group}) when is_binary(group), do: group
+  defp group(%{filter: nil, to: nil} = run), do: run.dead_letter_topic <> "__redrive"
 
-    to = options[:to]
-    dead_letter_topic = options[:dead_letter_topic] || Topics.dead_letter_topic(topic)
-    if to == dead_letter_topic, do: raise(ArgumentError, ":to is the dead letter topic itself")
-
-    %{
-      to: to,
-      rate: options[:rate],
-      max: options[:max] || :infinity,
-      dry_run: options[:dry_run] || false,
-      progress: options[:progress] || fn _summary -> :ok end
-    }
+  defp group(%{filter: filter, dry_run: false}) when is_function(filter) do
+    raise ArgumentError, "a redrive with a function as its filter needs a :group of its own"
   end
 
-  defp group(run, options) do
-    default = run.dead_letter_topic <> "__redrive"
-
-    case {options[:group], options[:filter] || [], run.to} do
-      {group, _, _} when is_binary(group) ->
-        group
-
-      {nil, filter, _} when is_function(filter) and not run.dry_run ->
-        raise ArgumentError, "a redrive with a function as its filter needs a :group of its own"
-
-      {nil, [], nil} ->
-        default
-
-      {nil, filter, to} ->
-        filter = if is_list(filter), do: Enum.sort(filter), else: filter
-        hash = :crypto.hash(:sha256, inspect({filter, to}, limit: :infinity))
-        default <> "-" <> Base.encode16(binary_part(hash, 0, 5), case: :lower)
-    end
+  defp group(%{filter: filter, to: to} = run) do
+    filter = if is_list(filter), do: Enum.sort(filter), else: filter
+    hash = :crypto.hash(:sha256, inspect({filter || [], to}, limit: :infinity))
+    encoded = Base.encode16(binary_part(hash, 0, 5), case: :lower)
+    run.dead_letter_topic <> "__redrive-" <> encoded
   end
 
-  defp filter!(nil), do: fn _letter -> true end
-  defp filter!(function) when is_function(function, 1), do: function
-
-  defp filter!(conditions) do
-    Keyword.keyword?(conditions) ||
-      raise ArgumentError,
-            "expected a filter to be a function or a keyword list, got: #{inspect(conditions)}"
-
-    Keyword.validate!(conditions, @conditions)
-    fn letter -> Enum.all?(conditions, &holds?(&1, letter)) end
-  end
+  defp wanted?(_letter, nil), do: true
+  defp wanted?(letter, function) when is_function(function), do: function.(letter)
+  defp wanted?(letter, conditions), do: Enum.all?(conditions, &holds?(&1, letter))
 
   defp holds?({:cause, causes}, letter),
     do: letter.cause in Enum.map(List.wrap(causes), &to_string/1)
@@ -328,25 +310,23 @@ defmodule Kmq.DeadLetters do
     end
   end
 
-  defp redrive_all(_admin, _publisher, run, [], _filter, summary) do
+  defp redrive_all(_admin, _publisher, run, [], summary) do
     run.progress.(summary)
     {:ok, summary}
   end
 
-  defp redrive_all(admin, publisher, run, [span | spans], filter, summary) do
-    {partition, from, to} = span
-
+  defp redrive_all(admin, publisher, run, [{partition, from, to} = span | spans], summary) do
     with {:ok, {letters, rest}} <- read(admin, run, span) do
       through = if rest, do: elem(rest, 1), else: to
-      batches = batches(letters, filter, run.rate)
 
-      case send_back(admin, publisher, run, partition, batches, summary) do
+      case send_back(admin, publisher, run, partition, batches(letters, run, from), summary) do
         {:ok, summary} ->
           # Also past what is gone: compaction, control records.
-          summary = %{summary | read: summary.read + (through - from)}
+          gone = if letters == [], do: from, else: List.last(letters).offset + 1
+          summary = %{summary | read: summary.read + (through - gone)}
 
           with :ok <- commit(admin, run, partition, through),
-               do: redrive_all(admin, publisher, run, List.wrap(rest) ++ spans, filter, summary)
+               do: redrive_all(admin, publisher, run, List.wrap(rest) ++ spans, summary)
 
         {:enough, summary} ->
           run.progress.(summary)
@@ -358,45 +338,50 @@ defmodule Kmq.DeadLetters do
     end
   end
 
-  # Of at most a second's worth each: [{[letter to send], skipped, next offset}].
-  defp batches(letters, filter, rate) do
+  # Of at most a second's worth each: [{letters, from, next offset}].
+  defp batches(letters, run, from) do
     letters
-    |> Enum.chunk_every(min(rate || @chunk, @chunk))
-    |> Enum.map(fn letters ->
-      {wanted, skipped} = Enum.split_with(letters, filter)
-      {wanted, length(skipped), List.last(letters).offset + 1}
+    |> Enum.chunk_every(min(run.rate || @chunk, @chunk))
+    |> Enum.map_reduce(from, fn letters, from ->
+      next = List.last(letters).offset + 1
+      {{letters, from, next}, next}
     end)
+    |> elem(0)
   end
 
   defp send_back(_admin, _publisher, _run, _partition, [], summary), do: {:ok, summary}
 
-  defp send_back(admin, publisher, run, partition, [{letters, skipped, next} | rest], summary) do
-    room = if run.max == :infinity, do: length(letters), else: run.max - summary.redriven
-    {letters, over} = Enum.split(letters, room)
+  defp send_back(admin, publisher, run, partition, [{letters, from, next} | rest], summary) do
+    {wanted, over} =
+      letters |> Enum.filter(&wanted?(&1, run.filter)) |> Enum.split(room(run, summary))
+
     next = if over == [], do: next, else: hd(over).offset
+    passed = Enum.count(letters, &(&1.offset < next))
     began = System.monotonic_time(:millisecond)
 
-    with {:ok, whole} <- whole(admin, run, letters),
+    with {:ok, whole} <- whole(admin, run, wanted),
          :ok <- publish(publisher, run, whole),
          :ok <- commit(admin, run, partition, next) do
       summary = %{
         summary
-        | redriven: summary.redriven + length(whole),
-          skipped: summary.skipped + skipped + length(letters) - length(whole)
+        | read: summary.read + (next - from),
+          redriven: summary.redriven + length(whole),
+          skipped: summary.skipped + passed - length(whole)
       }
 
       run.progress.(summary)
 
-      cond do
-        over != [] or summary.redriven == run.max ->
-          {:enough, summary}
-
-        true ->
-          pace(run, length(letters), began)
-          send_back(admin, publisher, run, partition, rest, summary)
+      if over != [] or summary.redriven == run.max do
+        {:enough, summary}
+      else
+        pace(run, length(wanted), began)
+        send_back(admin, publisher, run, partition, rest, summary)
       end
     end
   end
+
+  defp room(%{max: :infinity}, _summary), do: @chunk
+  defp room(run, summary), do: run.max - summary.redriven
 
   defp pace(%{rate: nil}, _n, _began), do: :ok
   defp pace(%{dry_run: true}, _n, _began), do: :ok

@@ -551,12 +551,12 @@ defmodule Kmq.Options do
   def schema(:publish), do: @publish
   def schema(:configure_ack), do: @configure_ack
 
-  @doc "All options with their defaults, or a sentence that names the option."
+  @doc "All options with their defaults, or a sentence that names the option. Also for calls that have a few."
   @spec validate(term, schema | atom) :: {:ok, keyword} | {:error, String.t()}
   def validate(options, kind) when is_atom(kind), do: validate(options, schema(kind))
 
   def validate(options, schema) when is_list(schema) do
-    with :ok <- check_keyword(options, nil), do: validate_keys(options, schema, nil)
+    with :ok <- check_keyword(options, nil, schema), do: validate_keys(options, schema, nil)
   end
 
   @doc "As `validate/2`; raises `ArgumentError`."
@@ -633,13 +633,17 @@ defmodule Kmq.Options do
     publish: "Kmq.Publisher.publish/4"
   ]
 
-  defp check_keyword(options, parent) do
+  defp check_keyword(options, parent, schema) do
     if Keyword.keyword?(options),
       do: :ok,
       else:
         {:error,
-         "expected #{of(parent, "options")} to be a keyword list, got: #{inspect(redact(options))}"}
+         "expected #{of(parent, "options")} to be a keyword list#{few(schema)}, got: #{inspect(redact(options))}"}
   end
+
+  # Who has forgotten the name of one of a few options is told it.
+  defp few(schema) when length(schema) > 4, do: ""
+  defp few(schema), do: " of " <> Enum.map_join(schema, ", ", fn {name, _} -> inspect(name) end)
 
   defp of(nil, what), do: what
   defp of(parent, _what), do: inspect(parent)
@@ -752,8 +756,8 @@ defmodule Kmq.Options do
 
   defp value(value, :keyword_list, spec, name) do
     nested =
-      with :ok <- check_keyword(value, name),
-           do: validate_keys(value, Keyword.get(spec, :keys, []), name)
+      with :ok <- check_keyword(value, name, spec[:keys]),
+           do: validate_keys(value, spec[:keys], name)
 
     with {:error, message} <- nested, do: {:nested, message}
   end

@@ -37,6 +37,7 @@ defmodule Kmq.Publisher do
   # An outage fails messages by the thousand; the log gets a line a second.
   @log_ms 1_000
   @reopen_ms 1_000
+  @many [timeout: [type: :timeout]]
 
   @typedoc "Where a message is in its topic."
   @type place :: %{partition: non_neg_integer, offset: integer}
@@ -116,7 +117,7 @@ defmodule Kmq.Publisher do
           {:ok, [place]} | {:error, Error.t()} | {:error, [{:ok, place} | {:error, Error.t()}]}
   def publish_many(publisher, messages, options \\ []) do
     groups = native(messages)
-    options = Keyword.validate!(options, [:timeout])
+    options = Options.validate!(options, @many)
 
     local(publisher, :publish_many, [messages, options], fn pid ->
       with {:ok, info} <- lookup(pid),
@@ -153,7 +154,7 @@ defmodule Kmq.Publisher do
   @spec publish_many_async(GenServer.server(), [message], keyword) :: :ok | {:error, Error.t()}
   def publish_many_async(publisher, messages, options \\ []) do
     groups = native(messages)
-    options = Keyword.validate!(options, [:timeout])
+    options = Options.validate!(options, @many)
 
     local(publisher, :publish_many_async, [messages, options], fn pid ->
       with {:ok, info} <- lookup(pid),
@@ -232,7 +233,7 @@ defmodule Kmq.Publisher do
 
   # [{topic, indexes, [{partition, key, value, headers, timestamp}]}], topics in the order of first appearance. One topic: no
   # indexes are needed, and none are made.
-  defp native(messages) when is_list(messages) do
+  defp native(messages) do
     case messages do
       [] ->
         []
@@ -244,6 +245,9 @@ defmodule Kmq.Publisher do
           {:ok, entries} -> [{topic, nil, entries}]
           :several -> native_by_topic(messages)
         end
+
+      other ->
+        raise ArgumentError, "expected a list of messages, got: #{inspect(other, limit: 5)}"
     end
   end
 

@@ -88,13 +88,15 @@ defmodule Kmq.Receipt do
   @doc "With a secret only what is signed with it, without one only what is not signed."
   @spec decode(term, binary | nil) :: {:ok, t} | {:error, Error.t()}
   def decode(@prefix <> text, secret) do
+    # One text for the same bytes: the bits beyond the last byte are not signed.
     with {:ok, bytes} <- Base.url_decode64(text, padding: false),
+         ^text <- Base.url_encode64(bytes, padding: false),
          {:ok, payload} <- verified(bytes, secret),
          {:ok, receipt} <- fields(payload) do
       {:ok, receipt}
     else
-      :error -> refused("this is no receipt")
       {:error, message} -> refused(message)
+      _error_or_another_text -> refused("this is no receipt")
     end
   end
 

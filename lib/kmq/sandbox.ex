@@ -62,7 +62,14 @@ defmodule Kmq.Sandbox do
 
   use GenServer
 
-  alias Kmq.Error
+  alias Kmq.{Error, Options}
+
+  @options [
+    name: [type: :any],
+    brokers: [type: :pos_integer, default: 1],
+    topics: [type: {:custom, Options.Types, :sandbox_topics, []}, default: []],
+    partitions: [type: :pos_integer, default: 4]
+  ]
 
   @start_ms 10_000
   @call_ms 10_000
@@ -92,8 +99,8 @@ defmodule Kmq.Sandbox do
   """
   @spec start_link([option]) :: GenServer.on_start()
   def start_link(opts \\ []) do
-    {name, opts} = Keyword.split(opts, [:name])
-    GenServer.start_link(__MODULE__, check_options(opts), name)
+    opts = Options.validate!(opts, @options)
+    GenServer.start_link(__MODULE__, with_partitions(opts), Keyword.take(opts, [:name]))
   end
 
   @doc """
@@ -278,23 +285,10 @@ defmodule Kmq.Sandbox do
 
   defp addresses(bootstrap), do: String.split(bootstrap, ",", trim: true)
 
-  defp check_options(opts) do
-    opts = Keyword.validate!(opts, brokers: 1, topics: [], partitions: 4)
-
-    for key <- [:brokers, :partitions],
-        value = opts[key],
-        not (is_integer(value) and value > 0) do
-      raise ArgumentError,
-            "option #{inspect(key)} of Kmq.Sandbox must be a positive integer, got: #{inspect(value)}"
-    end
-
+  defp with_partitions(opts) do
     topics =
-      for topic <- opts[:topics] do
-        case topic do
-          {name, partitions} -> {to_string(name), partitions}
-          name -> {to_string(name), opts[:partitions]}
-        end
-      end
+      for topic <- opts[:topics],
+          do: if(is_tuple(topic), do: topic, else: {topic, opts[:partitions]})
 
     Keyword.put(opts, :topics, topics)
   end

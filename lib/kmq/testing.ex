@@ -32,7 +32,7 @@ defmodule Kmq.Testing do
   machines) the functions raise `Kmq.Testing.TimeoutError`, which says where each message is.
   """
 
-  alias Kmq.{Config, DeadLetter, Error, Publisher, Sandbox, Tracker}
+  alias Kmq.{Config, DeadLetter, Error, Options, Publisher, Sandbox, Tracker}
   alias Kmq.Testing.Watch
 
   defmodule Queue do
@@ -327,7 +327,7 @@ defmodule Kmq.Testing do
 
   # fun -> {:done, result} | {:wait, why} | {:never, text}
   defp until(options, default, fun) do
-    options = Keyword.validate!(options, timeout: default)
+    options = Options.validate!(options, timeout: [type: :non_neg_integer, default: default])
     ms = round(options[:timeout] * Application.get_env(:kmq, :testing_scale, 1))
     repeat(fun, ms, System.monotonic_time(:millisecond) + ms)
   end

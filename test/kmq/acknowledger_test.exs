@@ -99,6 +99,25 @@ defmodule Kmq.AcknowledgerTest do
     assert Kmq.ack(again, sync: true) == :ok
   end
 
+  test "a reason that is an action's name alone is that action", %{cluster: cluster} do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ~w(retry release reject discard other))
+    consumer = consumer(options(cluster, topic))
+    [a | _] = messages = pull(consumer, 5)
+    # What the reasons do not say would be dropped.
+    policy = {:ack, :discard, {:list, [0], 0.0}}
+    failed = Enum.map(messages, &broadway(&1, a.handle.pid, {:failed, String.to_atom(&1.value)}))
+    assert Acknowledger.ack(a.handle, policy, [], failed) == :ok
+
+    for {action, count} <- [retry: 1, release: 1, reject: 1, discard: 2],
+        do: assert_received({[:kmq, :ack], %{count: ^count}, %{action: ^action}})
+
+    again = pull(consumer, 2)
+    assert Enum.sort(for m <- again, do: {m.value, m.attempt}) == [{"release", 1}, {"retry", 2}]
+    assert [%{value: "reject"}] = await_records(cluster, topic <> "__undelivered", 1, 1)
+    assert Kmq.ack(again, sync: true) == :ok
+  end
+
   test "configure: options as the producer's, bad ones raise", %{cluster: _cluster} do
     assert Acknowledger.configure(:ref, {1, 2, 3}, on_failure: :reject) ==
              {:ok, {1, 2, 3, nil, :reject}}

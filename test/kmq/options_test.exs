@@ -216,6 +216,8 @@ defmodule Kmq.OptionsTest do
           {:vip, "expected a keyword list, got: :vip"},
           {[tag: ["a"]], "unknown clause :tag, expected :tags, :headers or :routing"},
           {[headers: [{"a", nil}]], "expected a value for each of :headers, got: [{\"a\", nil}]"},
+          {[routing: ["a.b", ""]],
+           "expected a list of non-empty strings for :routing, got: [\"a.b\", \"\"]"},
           {[routing: ["a*.b"]], "\"a*.b\": * and # stand for whole words between dots"},
           {[routing: List.duplicate("a.b.c", 129)], "patterns of 516 words, at most 512 fit"}
         ] do

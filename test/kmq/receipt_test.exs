@@ -58,6 +58,18 @@ defmodule Kmq.ReceiptTest do
       assert {:error, %{reason: :receipt}} = Receipt.decode(text, @secret)
     end
 
+    # Of its last character, too, some bits stand for nothing.
+    for i <- 0..(byte_size(text) - 1), letter <- [?A, ?B, ?C, ?D, ?_, ?=] do
+      <<head::binary-size(i), char, tail::binary>> = text
+
+      if letter != char do
+        changed = "kmq1." <> head <> <<letter>> <> tail
+        assert {:error, %{reason: :receipt}} = Receipt.decode(changed, @secret)
+      end
+    end
+
+    assert {:error, %{reason: :receipt}} = Receipt.decode(receipt <> "=", @secret)
+
     assert {:error, %{message: "the receipt is not signed with" <> _}} =
              Receipt.decode(receipt, "another secret of 16 bytes")
 

@@ -62,6 +62,21 @@ defmodule Kmq.Options.Types do
   def binary_or_nil(value) when is_binary(value) or is_nil(value), do: {:ok, value}
   def binary_or_nil(value), do: {:error, "expected a binary or nil, got: #{inspect(value)}"}
 
+  @sync_ms 30_000
+
+  @doc "Whether, and for how many ms, a call waits for Kafka; nil: it does not."
+  @spec sync(term) :: result
+  def sync(true), do: {:ok, @sync_ms}
+  def sync(false), do: {:ok, nil}
+  def sync(ms) when is_integer(ms) and ms > 0, do: {:ok, ms}
+  def sync(value), do: {:error, "expected true, false or ms, got: #{inspect(value)}"}
+
+  @doc "ms, a backoff or a function of attempt and reason."
+  @spec retry_delay(term) :: result
+  def retry_delay(value) do
+    with {:ok, {:retry, delay}} <- disposition({:retry, value}), do: {:ok, delay}
+  end
+
   @doc "What is there now, and what is known but comes with a later version."
   @spec later(term, list, list) :: result
   def later(value, now, later) do
@@ -139,8 +154,8 @@ defmodule Kmq.Options.Types do
 
   defp patterns(value) do
     cond do
-      not (is_list(value) and Enum.all?(value, &is_binary/1)) ->
-        {:error, "expected a list of strings for :routing, got: #{inspect(value)}"}
+      not (is_list(value) and Enum.all?(value, &(is_binary(&1) and &1 != ""))) ->
+        {:error, "expected a list of non-empty strings for :routing, got: #{inspect(value)}"}
 
       bad = Enum.find(value, &bad_pattern?/1) ->
         {:error, "#{inspect(bad)}: * and # stand for whole words between dots"}
@@ -161,6 +176,67 @@ defmodule Kmq.Options.Types do
     |> words()
     |> Enum.any?(&(&1 not in ["*", "#"] and String.contains?(&1, ["*", "#"])))
   end
+
+  # Of Kmq.DeadLetters: what each condition takes.
+  @conditions [
+    cause: "a cause, a string or an atom, or a list of them",
+    group: "a string, or nil: of no group",
+    key: "a binary, or nil",
+    headers: "a list of {name, value}, the name a string, the value a binary or nil",
+    attempts: "a non-negative integer or a range of them",
+    since: "a DateTime",
+    until: "a DateTime",
+    origin: "a topic's name, a string"
+  ]
+
+  @doc "Which dead letters: a function, or a keyword list of conditions; nil where there are none."
+  @spec letter_filter(term) :: result
+  def letter_filter([]), do: {:ok, nil}
+  def letter_filter(value) when is_function(value, 1), do: {:ok, value}
+
+  def letter_filter(value) do
+    cond do
+      not Keyword.keyword?(value) ->
+        {:error,
+         "expected a keyword list or a function that takes a Kmq.DeadLetter, got: #{inspect(value)}"}
+
+      bad = Enum.find(value, &(not condition?(&1))) ->
+        {:error, bad_condition(bad)}
+
+      true ->
+        {:ok, value}
+    end
+  end
+
+  defp bad_condition({name, value}) do
+    case @conditions[name] do
+      nil ->
+        names = Enum.map_join(@conditions, ", ", fn {name, _} -> inspect(name) end)
+        "unknown condition #{inspect(name)}, expected one of #{names}"
+
+      expected ->
+        "expected #{inspect(name)} to be #{expected}, got: #{inspect(value)}"
+    end
+  end
+
+  defp condition?({:cause, causes}),
+    do: causes |> List.wrap() |> Enum.all?(&(is_binary(&1) or is_atom(&1)))
+
+  defp condition?({name, value}) when name in [:group, :key],
+    do: is_binary(value) or is_nil(value)
+
+  defp condition?({:headers, headers}), do: headers?(headers)
+  defp condition?({:attempts, n}) when is_integer(n), do: n >= 0
+  defp condition?({:attempts, value}), do: is_struct(value, Range)
+  defp condition?({name, value}) when name in [:since, :until], do: is_struct(value, DateTime)
+  defp condition?({:origin, value}), do: is_binary(value)
+  defp condition?(_other), do: false
+
+  @spec function_of_one(term) :: result
+  def function_of_one(value) when is_function(value, 1), do: {:ok, value}
+
+  def function_of_one(value),
+    do: {:error, "expected a function that takes one argument, got: #{inspect(value)}"}
 
   @spec headers(term) :: result
   def headers(value) do
@@ -249,13 +325,40 @@ defmodule Kmq.Options.Types do
 
   def topics(value), do: {:error, "expected a list of strings, got: #{inspect(value)}"}
 
-  @spec topic_or_map(term) :: result
-  def topic_or_map(value) when is_binary(value) do
+  @spec topic(term) :: result
+  def topic(value) when is_binary(value) do
     case topic_problem(value) do
       nil -> {:ok, value}
       problem -> {:error, "#{inspect(value)} #{problem}"}
     end
   end
+
+  def topic(value), do: {:error, "expected a topic's name, a string, got: #{inspect(value)}"}
+
+  @doc "Of a sandbox, `[{name, partitions} | name]`: a map, keyword or list of names."
+  @spec sandbox_topics(term) :: result
+  def sandbox_topics(value) when is_list(value) or is_map(value),
+    do: collect(value, &sandbox_topic/1)
+
+  def sandbox_topics(value) do
+    {:error,
+     "expected a map of topic to number of partitions or a list of topics, got: #{inspect(value)}"}
+  end
+
+  defp sandbox_topic({name, n}) when is_integer(n) and n > 0,
+    do: with({:ok, name} <- sandbox_topic(name), do: {:ok, {name, n}})
+
+  defp sandbox_topic({name, n}),
+    do:
+      {:error, "expected a positive number of partitions of #{inspect(name)}, got: #{inspect(n)}"}
+
+  defp sandbox_topic(name) when is_atom(name) and name not in [nil, true, false],
+    do: topic(Atom.to_string(name))
+
+  defp sandbox_topic(name), do: topic(name)
+
+  @spec topic_or_map(term) :: result
+  def topic_or_map(value) when is_binary(value), do: topic(value)
 
   def topic_or_map(value) when is_map(value) do
     Enum.find_value(value, {:ok, value}, fn

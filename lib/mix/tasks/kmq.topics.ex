@@ -12,7 +12,8 @@ defmodule Mix.Tasks.Kmq.Topics do
     * `--options` - a file with a keyword list of further options of the pipeline (`[client_config: [ssl: true]]`)
     * `--json` - the result as JSON
 
-  The exit code is 0 when all is there, 1 when not or when the cluster cannot be asked, 2 for wrong arguments.
+  The exit code is 0 when all is there, 1 when not or when the cluster cannot be asked, 2 for wrong arguments. With `--json` a 1 has an object,
+  too: `{"error":{"message":...,"reason":"topic_missing","retriable":false}}`.
   """
   use Mix.Task
 

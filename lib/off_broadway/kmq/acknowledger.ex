@@ -165,9 +165,11 @@ defmodule OffBroadway.Kmq.Acknowledger do
     end
   end
 
+  defp reason({:failed, tag}) when tag in [:retry, :release, :reject, :discard],
+    do: {:tagged, tag, nil}
+
   defp reason({:failed, {:retry, delay} = tag}), do: tagged(tag, {:retry, delay}, nil)
   defp reason({:failed, {:retry, delay, reason}}), do: tagged(reason, {:retry, delay}, reason)
-  defp reason({:failed, :release}), do: {:tagged, :release, nil}
   defp reason({:failed, {:snooze, delay} = tag}), do: tagged(tag, {:snooze, delay}, nil)
   defp reason({:failed, {:reject, reason}}), do: {:tagged, :reject, reason}
   defp reason({:failed, {:discard, reason}}), do: {:tagged, :discard, reason}
@@ -224,15 +226,32 @@ defmodule OffBroadway.Kmq.Acknowledger do
 
   defp plan({slot, offset, attempt, disposition, reason}, plan, {_, _, backoff}) do
     case disposition do
-      :noop -> plan
-      :manual -> add(plan, :manual, {slot, offset})
-      :ack -> add(plan, :ack, {slot, offset})
-      :discard -> add(plan, :discard, {slot, offset})
-      :release -> add(plan, {:released, nil}, {slot, offset, 0})
-      {:snooze, delay} -> add(plan, {:snoozed, nil}, {slot, offset, delay})
-      :reject -> add(plan, {:rejected, text(reason)}, {slot, offset, unmarked(attempt)})
-      :retry -> retry(plan, slot, offset, attempt, backoff, backoff, reason)
-      {:retry, delay} -> retry(plan, slot, offset, attempt, delay, backoff, reason)
+      :noop ->
+        plan
+
+      :manual ->
+        add(plan, :manual, {slot, offset})
+
+      :ack ->
+        add(plan, :ack, {slot, offset})
+
+      :discard ->
+        add(plan, :discard, {slot, offset})
+
+      :release ->
+        add(plan, {:released, nil}, {slot, offset, 0})
+
+      {:snooze, delay} ->
+        add(plan, {:snoozed, nil}, {slot, offset, delay})
+
+      :reject ->
+        add(plan, {:rejected, Kmq.reason_text(reason)}, {slot, offset, unmarked(attempt)})
+
+      :retry ->
+        retry(plan, slot, offset, attempt, backoff, backoff, reason)
+
+      {:retry, delay} ->
+        retry(plan, slot, offset, attempt, delay, backoff, reason)
     end
   end
 
@@ -242,7 +261,7 @@ defmodule OffBroadway.Kmq.Acknowledger do
   defp retry(plan, slot, offset, attempt, delay, backoff, reason) do
     add(
       plan,
-      {:failed, text(reason)},
+      {:failed, Kmq.reason_text(reason)},
       {slot, offset, wait(delay, backoff, unmarked(attempt), reason)}
     )
   end
@@ -255,9 +274,6 @@ defmodule OffBroadway.Kmq.Acknowledger do
       Logger.error("kmq: the backoff function failed: " <> Exception.message(exception))
       Kmq.wait(backoff, attempt, reason)
   end
-
-  defp text(nil), do: nil
-  defp text(reason), do: Kmq.reason_text(reason)
 
   defp add(plan, action, entry), do: Map.update(plan, action, [entry], &[entry | &1])
 

@@ -53,7 +53,8 @@ defmodule OffBroadway.Kmq.Producer do
   A handler can say so for one message:
 
     * by the reason of the failure: `Broadway.Message.failed(message, {:retry, 5_000})`, `{:retry, 5_000, reason}`,
-      `{:snooze, 5_000}`, `:release`, `{:reject, reason}`, `{:discard, reason}`, or `raise Kmq.Reject, "reason"`
+      `{:snooze, 5_000}`, `{:reject, reason}`, `{:discard, reason}`, or `raise Kmq.Reject, "reason"`. The words `:retry`,
+      `:release`, `:reject` and `:discard` alone do the same; any other reason is a failure as `:on_failure` has it
     * beforehand: `Broadway.Message.configure_ack(message, on_failure: :reject)`
 
   With `delivery: :offsets` or `:at_most_once` there are `:ack`, `:reject` and `:discard` only, and `:on_failure` has another default: see

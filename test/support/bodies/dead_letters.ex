@@ -88,9 +88,16 @@ defmodule Kmq.Test.Bodies.DeadLetters do
     await_records(cluster, topic <> "__undelivered", 2, 10)
 
     # In two parts: the second one goes on where the first one stopped.
-    assert {:ok, %{redriven: 4}} = redrive.(max: 4, progress: &send(self, {:progress, &1}))
-    assert_received {:progress, %{total: 10}}
-    assert {:ok, %{redriven: 6}} = redrive.(rate: 50)
+    assert redrive.(max: 4, progress: &send(self, {:progress, &1})) ==
+             {:ok, %{read: 4, redriven: 4, skipped: 0, total: 10}}
+
+    assert_received {:progress, %{read: 4, total: 10}}
+    # Of those that match the second one is left for the next time, with all behind it.
+    assert {:ok, %{read: read, redriven: 1, skipped: skipped, total: 10}} =
+             redrive.(filter: &(&1.key in ["4", "5", "6"]), max: 1, dry_run: true)
+
+    assert read == skipped + 1 and read < 10
+    assert redrive.(rate: 50) == {:ok, %{read: 6, redriven: 6, skipped: 0, total: 6}}
     assert {:ok, %{redriven: 0}} = redrive.([])
     back = pull(consumer, 10)
     keys = Enum.sort(Enum.map(back, & &1.key))

@@ -130,6 +130,33 @@ defmodule Kmq.Test.Bodies.Tasks do
     assert out =~ ~s("parked":1) and out =~ ~s("oldest_since_ms":)
   end
 
+  body "a file of options that is none: what is wrong and where, and nothing that stands in it",
+       %{
+         cluster: cluster
+       } do
+    file = Path.join(System.tmp_dir!(), unique("kmq-options"))
+    on_exit(fn -> File.rm(file) end)
+    args = ["check", "--topic", "t", "--group", "g", "--hosts", cluster.hosts, "--options", file]
+
+    assert {2, "", err} = mix(Tasks.Topics, args)
+    assert err =~ "--options: cannot read #{file}: no such file or directory"
+
+    for {text, expected} <- [
+          {~s([topics: ["a"],\n client_config: [sasl: {:plain, "u", "secret"}),
+           ~r/, line \d, is no Elixir: /},
+          {"[a: 1\n b: 2]", ~r/, line 2, is no Elixir: syntax error before: b/},
+          {"[a: no_such_function()]", ~r/, line 1, is no Elixir: undefined function/},
+          {"[a: 1 / 0]", ~r/ is no Elixir: bad argument in arithmetic/},
+          {"5", ~r/ holds no keyword list; it is to be like \[client_config: \[ssl: true\]\]/}
+        ] do
+      File.write!(file, text)
+      assert {2, "", err} = mix(Tasks.Topics, args)
+      assert err =~ "--options: " <> file
+      assert err =~ expected
+      refute err =~ "secret"
+    end
+  end
+
   body "wrong arguments are 2, a cluster that is not there is 1, help is help", %{
     cluster: cluster
   } do
@@ -152,5 +179,10 @@ defmodule Kmq.Test.Bodies.Tasks do
     nobody = ["--hosts", "localhost:1", "--topic", "t", "--group", "g"]
     assert {1, "", err} = mix(Tasks.Topics, ["check" | nobody])
     assert err =~ "error: no broker"
+    assert {1, out, ^err} = mix(Tasks.Topics, ["check", "--json" | nobody])
+    "error: " <> message = String.trim_trailing(err, "\n")
+
+    assert out ==
+             ~s({"error":{"message":"#{message}","reason":"unreachable","retriable":true}}\n)
   end
 end

@@ -1,0 +1,158 @@
+defmodule Kmq.BadInputTest do
+  # What a caller gets wrong is said in the caller, by the name of the option, before anything is asked of anybody.
+  use ExUnit.Case, async: true
+
+  alias Kmq.{Consumer, DeadLetters, Message, Publisher, Sandbox}
+
+  @message %Message{topic: "q", partition: 0, offset: 1, handle: %{pid: :none}, slot: 1}
+  @hosts [hosts: "localhost:1"]
+
+  defp raised(fun) do
+    fun.()
+    "nothing was raised"
+  rescue
+    error in ArgumentError -> Exception.message(error)
+  end
+
+  test "calls of an open message" do
+    of_sync = "expected options to be a keyword list of :sync, got: "
+
+    for {name, call, text} <- [
+          {"pull", fn -> Consumer.pull(:nobody, 10) end,
+           "expected options to be a keyword list of :max, :wait, got: 10"},
+          {"pull", fn -> Consumer.pull(:nobody, maxx: 10) end,
+           "unknown option :maxx, did you mean :max?"},
+          {"pull", fn -> Consumer.pull(:nobody, max: 0) end,
+           "invalid value for :max option: expected an integer from 1 to 1000000, got: 0"},
+          {"pull", fn -> Consumer.pull(:nobody, wait: :infinity) end,
+           "invalid value for :wait option: expected an integer from 0 to 86400000, got: :infinity"},
+          {"ack", fn -> Kmq.ack(@message, :sync) end, of_sync <> ":sync"},
+          {"ack", fn -> Kmq.ack(@message, sync: 0) end,
+           "invalid value for :sync option: expected true, false or ms, got: 0"},
+          {"discard", fn -> Kmq.discard(@message, true) end, of_sync <> "true"},
+          {"release", fn -> Kmq.release(@message, 5) end, of_sync <> "5"},
+          {"snooze", fn -> Kmq.snooze(@message, 5, 5) end, of_sync <> "5"},
+          {"extend", fn -> Kmq.extend(@message, 5, true) end, of_sync <> "true"},
+          {"leave", fn -> Kmq.leave(@message, true) end, of_sync <> "true"},
+          {"reject", fn -> Kmq.reject(@message, "no", true) end, of_sync <> "true"},
+          {"retry", fn -> Kmq.retry(@message, 500) end,
+           "expected options to be a keyword list of :delay, :reason, :sync, got: 500"},
+          {"retry", fn -> Kmq.retry(@message, dely: 500) end,
+           "unknown option :dely, did you mean :delay?"},
+          {"retry", fn -> Kmq.retry(@message, delay: -1) end,
+           "invalid value for :delay option: expected a delay of 0 to 2592000000 ms (30 days), got: -1"},
+          {"retry", fn -> Kmq.retry(@message, delay: :soon) end,
+           "invalid value for :delay option: expected {:exponential, options}, {:linear, options} or a list of ms, got: :soon"},
+          {"ack", fn -> Kmq.ack([@message, 1]) end,
+           "expected a Kmq.Message or a list of them, got: 1"},
+          {"ack", fn -> Kmq.ack([@message, %{@message | handle: :another}, nil]) end,
+           "expected a Kmq.Message or a list of them, got: nil"}
+        ] do
+      assert {name, raised(call)} == {name, text}
+    end
+  end
+
+  test "publishing" do
+    for {call, text} <- [
+          {fn -> Publisher.publish(:nobody, "t", "v", 5) end,
+           "expected options to be a keyword list, got: 5"},
+          {fn -> Publisher.publish(:nobody, "t", "v", dealy: 5) end,
+           "unknown option :dealy, did you mean :delay?"},
+          {fn -> Publisher.publish_many(:nobody, "t") end,
+           "expected a list of messages, got: \"t\""},
+          {fn -> Publisher.publish_many(:nobody, ["t"]) end,
+           "expected {topic, value} or {topic, value, options}, got: \"t\""},
+          {fn -> Publisher.publish_many(:nobody, [], 5) end,
+           "expected options to be a keyword list of :timeout, got: 5"},
+          {fn -> Publisher.publish_many_async(:nobody, [], timeout: -1) end,
+           "invalid value for :timeout option: expected a non-negative integer or :infinity, got: -1"}
+        ] do
+      assert raised(call) == text
+    end
+  end
+
+  test "filters of dead letters" do
+    for {filter, text} <- [
+          {"timeout",
+           "expected a keyword list or a function that takes a Kmq.DeadLetter, got: \"timeout\""},
+          {[{"cause", "timeout"}],
+           "expected a keyword list or a function that takes a Kmq.DeadLetter, got: [{\"cause\", \"timeout\"}]"},
+          {[cuase: "timeout"],
+           "unknown condition :cuase, expected one of :cause, :group, :key, :headers, :attempts, :since, :until, :origin"},
+          {[cause: 5],
+           "expected :cause to be a cause, a string or an atom, or a list of them, got: 5"},
+          {[cause: ["crash", {}]],
+           "expected :cause to be a cause, a string or an atom, or a list of them, got: [\"crash\", {}]"},
+          {[group: :shop], "expected :group to be a string, or nil: of no group, got: :shop"},
+          {[key: 42], "expected :key to be a binary, or nil, got: 42"},
+          {[headers: %{"h" => "1"}],
+           "expected :headers to be a list of {name, value}, the name a string, the value a binary or nil, got: %{\"h\" => \"1\"}"},
+          {[headers: [{"h", 1}]],
+           "expected :headers to be a list of {name, value}, the name a string, the value a binary or nil, got: [{\"h\", 1}]"},
+          {[attempts: "3"],
+           "expected :attempts to be a non-negative integer or a range of them, got: \"3\""},
+          {[attempts: -3],
+           "expected :attempts to be a non-negative integer or a range of them, got: -3"},
+          {[since: "2026-12-24"], "expected :since to be a DateTime, got: \"2026-12-24\""},
+          {[until: ~N[2026-12-24 18:00:00]],
+           "expected :until to be a DateTime, got: ~N[2026-12-24 18:00:00]"},
+          {[key: "a", origin: :orders],
+           "expected :origin to be a topic's name, a string, got: :orders"}
+        ],
+        read <- [
+          &DeadLetters.stream("q", @hosts ++ [filter: &1]),
+          &DeadLetters.redrive("q", @hosts ++ [filter: &1])
+        ] do
+      assert raised(fn -> read.(filter) end) == "invalid value for :filter option: " <> text
+    end
+  end
+
+  test "options of a redrive" do
+    for {options, text} <- [
+          {5, "expected options to be a keyword list, got: 5"},
+          {[rat: 5], "unknown option :rat, did you mean :rate?"},
+          {[rate: 0], "invalid value for :rate option: expected a positive integer, got: 0"},
+          {[max: "1"], "invalid value for :max option: expected a positive integer, got: \"1\""},
+          {[dry_run: 1], "invalid value for :dry_run option: expected true or false, got: 1"},
+          {[to: :other],
+           "invalid value for :to option: expected a topic's name, a string, got: :other"},
+          {[to: "q__undelivered"],
+           "invalid value for :to option: it is the dead letter topic itself"},
+          {[group: :g], "invalid value for :group option: expected a non-empty string, got: :g"},
+          {[progress: :yes],
+           "invalid value for :progress option: expected a function that takes one argument, got: :yes"},
+          {[dead_letter_topic: "a b"],
+           "invalid value for :dead_letter_topic option: \"a b\" has characters Kafka does not take in a topic's name (letters, digits, dot, _ and - only)"},
+          {[count_header: 5],
+           "invalid value for :count_header option: expected a non-empty string, got: 5"}
+        ] do
+      options = if is_list(options), do: @hosts ++ options, else: options
+      assert raised(fn -> DeadLetters.redrive("q", options) end) == text
+    end
+
+    assert raised(fn -> DeadLetters.redrive("q", []) end) == "required option :hosts is missing"
+
+    assert raised(fn -> DeadLetters.show(:q, 0, 0, @hosts) end) ==
+             "expected a topic's name, a string, got: :q"
+  end
+
+  test "a sandbox" do
+    for {options, text} <- [
+          {"x",
+           "expected options to be a keyword list of :name, :brokers, :topics, :partitions, got: \"x\""},
+          {[topic: ["x"]], "unknown option :topic, did you mean :topics?"},
+          {[topics: "x"],
+           "invalid value for :topics option: expected a map of topic to number of partitions or a list of topics, got: \"x\""},
+          {[topics: %{"x" => 0}],
+           "invalid value for :topics option: expected a positive number of partitions of \"x\", got: 0"},
+          {[topics: ["x", 5]],
+           "invalid value for :topics option: expected a topic's name, a string, got: 5"},
+          {[topics: ["x/y"]],
+           "invalid value for :topics option: \"x/y\" has characters Kafka does not take in a topic's name (letters, digits, dot, _ and - only)"},
+          {[partitions: 0],
+           "invalid value for :partitions option: expected a positive integer, got: 0"}
+        ] do
+      assert raised(fn -> Sandbox.start_link(options) end) == text
+    end
+  end
+end
