@@ -272,6 +272,27 @@ static void restart_lame(engine *e, int64_t now)
     }
 }
 
+/* What is awaited is confirmed when the group's commit is past it, too: else the next owner would begin with it again, and hand it out. With
+ * markers the floor is behind all that was handed out, so that one commit covers it, and most often it was there before. What was given
+ * back meanwhile was committed then. */
+void engine_flush_commit(engine *e, int64_t now)
+{
+    for (size_t i = 0; i < e->n_assigned; i++) {
+        part *p = e->active[i];
+        enif_mutex_lock(p->lock);
+        p->flush_to = modes_floor(p);
+        enif_mutex_unlock(p->lock);
+        if (p->flush_to > p->committed) e->commit_due = now;
+    }
+}
+
+bool engine_flush_committed(const engine *e)
+{
+    for (size_t i = 0; i < e->n_assigned; i++)
+        if (e->active[i]->flush_to > e->active[i]->committed) return false;
+    return true;
+}
+
 static void flush_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
     if (!e->flush_seq) return;
@@ -284,7 +305,9 @@ static void flush_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
         e->flush_seq = e->seq ? e->seq : 1;
         marks_flush(e, now); /* gives UINT64_MAX again when not all could be queued */
         if (e->flush_seq != UINT64_MAX) e->flush_seq = e->seq ? e->seq : 1;
+        engine_flush_commit(e, now);
     }
+    if (!engine_flush_committed(e)) return;
     for (const mark *m = e->oldest; m && m->seq <= e->flush_seq; m = m->next)
         if (marks_awaited(m->type, m->cause)) return;
     e->flush_seq = 0;

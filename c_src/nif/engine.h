@@ -277,6 +277,8 @@ void engine_notify_owner(engine *engine, int64_t in_ms); /* no lock needed */
 void engine_wake_borrower(engine *engine);               /* no lock needed */
 void engine_want_commit(engine *engine, int64_t now);
 void engine_send_commit(engine *engine, int64_t now);
+void engine_flush_commit(engine *engine, int64_t now); /* a flush waits for the floors of now */
+bool engine_flush_committed(const engine *engine);
 int engine_poll(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_ms);
 int engine_assign(engine *engine, const kafka_partition *partitions, const bool *has_commit, size_t n,
                   kafka_error *err);

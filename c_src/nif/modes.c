@@ -247,19 +247,11 @@ bool modes_drained(engine *e, bool all)
 void modes_flush(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
     if (e->flush_seq == UINT64_MAX) {
-        for (size_t i = 0; i < e->n_assigned; i++) {
-            part *p = e->active[i];
-            enif_mutex_lock(p->lock);
-            p->flush_to = modes_floor(p);
-            bool leaves = kmq_offset_set_count(&p->letters) > 0;
-            enif_mutex_unlock(p->lock);
-            if (leaves) return;
-        }
+        if (!modes_drained(e, false)) return;
         e->flush_seq = 1;
-        e->commit_due = now;
+        engine_flush_commit(e, now);
     }
-    for (size_t i = 0; i < e->n_assigned; i++)
-        if (e->active[i]->flush_to > e->active[i]->committed) return;
+    if (!engine_flush_committed(e)) return;
     e->flush_seq = 0;
     *events = enif_make_list_cell(env, atoms.flushed, *events);
 }

@@ -101,7 +101,8 @@ static part *part_new(engine *e, engine_topic *topic, int32_t partition, int64_t
                 .gated = engine_marks(e),
                 .oldest = -1,
                 .committed = committed,
-                .sent = committed};
+                .sent = committed,
+                .flush_to = -1};
     p->retries_tail = &p->retries;
     store_init(&p->store);
     kmq_offset_set_init(&p->letters, &core_alloc);

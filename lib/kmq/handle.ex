@@ -344,6 +344,7 @@ defmodule Kmq.Handle do
           seeks: %{},
           begun: MapSet.new(),
           flushers: [],
+          next_flushers: [],
           closers: [],
           closing: false,
           # It has left its group for good, and ends when nothing of it is in work.
@@ -499,9 +500,13 @@ defmodule Kmq.Handle do
     {:reply, receipt_info(handle(state)), state}
   end
 
+  # One at a time: who comes while it is under way waits for the next, and does not lengthen the wait of those before.
+  def handle_call(:flush, from, %{flushers: [_ | _]} = state),
+    do: {:noreply, %{state | next_flushers: [from | state.next_flushers]}}
+
   def handle_call(:flush, from, state) do
     case :kmq_nif.consumer_flush(state.ref) do
-      :ok -> {:noreply, poll(%{state | flushers: [from | state.flushers]})}
+      :ok -> {:noreply, poll(%{state | flushers: [from]})}
       {:error, reason} -> {:reply, {:error, Error.from_native(reason, "flush")}, state}
     end
   end
@@ -919,7 +924,9 @@ defmodule Kmq.Handle do
 
   defp event(:flushed, state) do
     Enum.each(state.flushers, &GenServer.reply(&1, :ok))
-    %{state | flushers: []}
+    # Closed meanwhile: the end answers them.
+    if state.next_flushers != [], do: _ = :kmq_nif.consumer_flush(state.ref)
+    %{state | flushers: state.next_flushers, next_flushers: []}
   end
 
   defp event(_other, state), do: state
@@ -1284,8 +1291,13 @@ defmodule Kmq.Handle do
            )}
 
     Enum.each(state.closers, &GenServer.reply(&1, reply))
-    Enum.each(state.flushers, &GenServer.reply(&1, if(how == :ok, do: :ok, else: reply)))
-    {:stop, :normal, %{state | closers: [], flushers: []}}
+
+    Enum.each(
+      state.flushers ++ state.next_flushers,
+      &GenServer.reply(&1, if(how == :ok, do: :ok, else: reply))
+    )
+
+    {:stop, :normal, %{state | closers: [], flushers: [], next_flushers: []}}
   end
 
   # Another member has this one's place. It does not come back, or the two would take it from each other for ever; what is in work may
