@@ -191,8 +191,7 @@ defmodule Bench do
 
   defp measure("alone", b, id) do
     args = ["consume", b.bootstrap, b.topic, group(b, id), "#{b.messages}", "#{b.warm}"]
-    {out, 0} = System.cmd(b.alone, args)
-
+    {out, 0} = System.cmd(b.alone, args ++ if(b.keyed, do: ["keyed"], else: []))
     parse(out)
   end
 

@@ -2,8 +2,9 @@
  *
  *   rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES [keyed]   fills the topic, round robin over the partitions; keyed: each
  *                                                                          message has a key and two headers
- *   rdkafka_alone consume BOOTSTRAP TOPIC GROUP COUNT [WARM]               reads COUNT messages: split queues, pop up to 256, free together;
- *                                                                          the clock starts behind the first WARM of them
+ *   rdkafka_alone consume BOOTSTRAP TOPIC GROUP COUNT WARM [keyed]         reads COUNT messages: split queues, pop up to 256, free together;
+ *                                                                          the clock starts behind the first WARM of them; keyed: it looks at
+ *                                                                          each one's headers, which librdkafka parses when they are asked for
  *   rdkafka_alone rate BOOTSTRAP TOPIC PARTITIONS COUNT BYTES RATE LINGER  sends RATE messages a second; each begins with the time it was sent
  *                                                                          at (CLOCK_REALTIME, us, 8 bytes, big endian)
  *   rdkafka_alone latency BOOTSTRAP TOPIC GROUP COUNT FILE                 reads such messages; how old each was goes into FILE, 4 bytes little
@@ -102,7 +103,19 @@ static int produce(char **argv, bool keyed)
 
 enum { PARTITIONS = 256, POP = 256 };
 
-static int consume(char **argv, long warm)
+static size_t headers_seen;
+
+static void look_at_headers(const rd_kafka_message_t *message)
+{
+    rd_kafka_headers_t *headers;
+    const char *name;
+    const void *value;
+    size_t size;
+    if (rd_kafka_message_headers(message, &headers)) return;
+    for (size_t i = 0; !rd_kafka_header_get_all(headers, i, &name, &value, &size); i++) headers_seen += size;
+}
+
+static int consume(char **argv, long warm, bool keyed)
 {
     rd_kafka_conf_t *conf = rd_kafka_conf_new();
     set(conf, "bootstrap.servers", argv[2]);
@@ -150,6 +163,7 @@ static int consume(char **argv, long warm)
             }
             for (int k = 0; k < n; k++) {
                 if (!messages[k]->err) got++;
+                if (keyed) look_at_headers(messages[k]);
                 rd_kafka_message_destroy(messages[k]);
             }
         }
@@ -284,7 +298,7 @@ int main(int argc, char **argv)
 {
     if ((argc == 7 || (argc == 8 && !strcmp(argv[7], "keyed"))) && !strcmp(argv[1], "produce"))
         return produce(argv, argc == 8);
-    if ((argc == 6 || argc == 7) && !strcmp(argv[1], "consume")) return consume(argv, argc == 7 ? atol(argv[6]) : 0);
+    if ((argc == 7 || argc == 8) && !strcmp(argv[1], "consume")) return consume(argv, atol(argv[6]), argc == 8);
     if (argc == 9 && !strcmp(argv[1], "rate")) return rate(argv);
     if (argc == 7 && !strcmp(argv[1], "latency")) return latency(argv);
     fprintf(stderr, "usage: rdkafka_alone produce BOOTSTRAP TOPIC PARTITIONS COUNT BYTES [keyed] | consume BOOTSTRAP "
