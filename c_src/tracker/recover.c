@@ -20,7 +20,7 @@
 
 #include "failpoint.h"
 
-enum { RETRY_MS = 1000, STRIDE = 50000 };
+enum { RETRY_MS = 1000, STRIDE = 50000, LOOKS = 4 };
 
 typedef enum gap_reason { GAP_NONE, GAP_RETENTION, GAP_NO_COMMIT, GAP_CHECKPOINT, GAP_RECREATED } gap_reason;
 
@@ -210,6 +210,36 @@ static int fence(recover_job *recover, void *thread)
     return rc;
 }
 
+static void commit_is(recover_place *place, const kafka_partition *partition)
+{
+    bool stale = KMQ_FAILPOINT("recover_asked");
+    unload(place); /* of an earlier try */
+    place->committed = stale ? -1001 : partition->offset;
+    place->kind = tracker_reference_parse(stale ? NULL : partition->metadata, place->committed, &place->reference,
+                                          &place->witness);
+}
+
+/* Between the two questions, for the commit and for what there is, time may pass: frozen meanwhile, this process would miss markers that another
+ * tracker has read, committed past and deleted. So before a loss is told the commit is asked for again; it is true when it is still the
+ * same. */
+static int look(recover_job *recover, recover_place *place, kafka_admin *admin, kafka_reader *reader)
+{
+    bool anew = place->anew;
+    kafka_partition again = {.topic = place->markers, .partition = place->partition, .offset = -1001};
+    walk w = {.job = recover, .place = place, .reader = reader};
+    for (int more = LOOKS;; more--) {
+        place->anew = anew;
+        place->adopt = false;
+        int rc = kafka_admin_watermarks(admin, place->markers, place->partition, TRACKER_ASK_MS, &place->low,
+                                        &place->high, &recover->error);
+        if (rc == KAFKA_OK) rc = decide(&w);
+        if (rc != KAFKA_OK || place->gap == GAP_NONE || !more || over(recover)) return rc;
+        rc = kafka_admin_committed(admin, &again, 1, TRACKER_ASK_MS, &recover->error);
+        if (rc != KAFKA_OK || again.offset == place->committed) return rc;
+        commit_is(place, &again);
+    }
+}
+
 static void recover_run(helper_job *job, void *thread)
 {
     recover_job *recover = (recover_job *)(void *)job;
@@ -223,21 +253,10 @@ static void recover_run(helper_job *job, void *thread)
         partitions[i] = (kafka_partition){
             .topic = recover->places[i].markers, .partition = recover->places[i].partition, .offset = -1001};
     recover->rc = reader ? kafka_admin_committed(admin, partitions, recover->n, TRACKER_ASK_MS, err) : KAFKA_EKAFKA;
-    for (size_t i = 0; i < recover->n && recover->rc == KAFKA_OK; i++) {
-        recover_place *place = &recover->places[i];
-        unload(place); /* of an earlier try */
-        place->committed = partitions[i].offset;
-        place->kind =
-            tracker_reference_parse(partitions[i].metadata, place->committed, &place->reference, &place->witness);
-    }
+    for (size_t i = 0; i < recover->n && recover->rc == KAFKA_OK; i++) commit_is(&recover->places[i], &partitions[i]);
     free(partitions);
-    for (size_t i = 0; i < recover->n && recover->rc == KAFKA_OK && !over(recover); i++) {
-        recover_place *place = &recover->places[i];
-        walk w = {.job = recover, .place = place, .reader = reader};
-        recover->rc = kafka_admin_watermarks(admin, place->markers, place->partition, TRACKER_ASK_MS, &place->low,
-                                             &place->high, err);
-        if (recover->rc == KAFKA_OK) recover->rc = decide(&w);
-    }
+    for (size_t i = 0; i < recover->n && recover->rc == KAFKA_OK && !over(recover); i++)
+        recover->rc = look(recover, &recover->places[i], admin, reader);
 }
 
 /* ------------------------------------------------------------------ in the loop */

@@ -236,6 +236,31 @@ defmodule Kmq.Integration.TrackerCheckpointTest do
     assert ready.open == 0
   end
 
+  test "frozen while another one commits and deletes what is below, it asks again before it tells of a loss",
+       %{cluster: cluster} do
+    listen()
+    # no checkpoint to be found
+    settings(checkpoint_records: 1_000_000_000, trim_records: 100)
+    scene = scene(cluster, 5, lease: 60_000, max_processing_time: 60_000)
+    for offset <- 0..4, do: Markers.write(cluster.hosts, scene.markers, [Markers.done(0, offset)])
+    tracker = start_tracker(scene, nil, trim_markers: true)
+    pairs(scene, 10, 200)
+    await(tracker, &(&1.trimmed > 1_000 and &1.open == 0 and &1.committed == &1.position))
+    stop_tracker(scene)
+
+    tracker = start_tracker(scene, "recover_asked=fail@1*1")
+    assert await(tracker, fn _ -> true end).read < 100
+    refute_receive {[:kmq, :offset_reset], _, %{reason: :marker_gap}}, 100
+    stop_tracker(scene)
+
+    # A commit that is gone for good is told as before.
+    tracker = start_tracker(scene, "recover_asked=fail")
+    await(tracker, fn _ -> true end)
+
+    assert_receive {[:kmq, :offset_reset], %{from: 0}, %{reason: :marker_gap, cause: :no_commit}},
+                   scaled(5_000)
+  end
+
   test "trim_markers keeps M small", %{cluster: cluster} do
     scene = scene(cluster, 1, lease: 60_000, max_processing_time: 60_000)
     tracker = start_tracker(scene, nil, trim_markers: true)

@@ -176,29 +176,31 @@ defmodule Kmq.Integration.TrackerFleetTest do
     {Map.delete(fleet, id), frozen}
   end
 
+  # One stays awake: where all are frozen, nobody is there to serve.
   defp fault(3, fleet, _options, frozen, now) do
-    with {:ok, os_pid} <- os_pid(fleet), false <- Map.has_key?(frozen, os_pid) do
-      VM.signal(os_pid, :stop)
-      # shorter than a session of 2 s, or longer
-      {fleet, Map.put(frozen, os_pid, now + 500 + :rand.uniform(4_000))}
-    else
-      _ -> {fleet, frozen}
+    case Enum.shuffle(os_pids(fleet) -- Map.keys(frozen)) do
+      [os_pid, _awake | _] ->
+        VM.signal(os_pid, :stop)
+        # shorter than a session of 2 s, or longer
+        {fleet, Map.put(frozen, os_pid, now + 500 + :rand.uniform(4_000))}
+
+      _one ->
+        {fleet, frozen}
     end
   end
 
   defp fault(_kill, fleet, _options, frozen, _now) do
-    with {:ok, os_pid} <- os_pid(fleet), do: VM.signal(os_pid, :kill)
+    with [_ | _] = os_pids <- os_pids(fleet), do: VM.signal(Enum.random(os_pids), :kill)
     {fleet, frozen}
   end
 
-  # Not asked of the program: it may be frozen.
-  defp os_pid(fleet) do
-    {_, tracker} = Enum.random(fleet)
-
-    case :sys.get_state(tracker) do
-      %{port: port, os_pid: os_pid} when port != nil and os_pid != nil -> {:ok, os_pid}
-      _ -> :none
-    end
+  # Not asked of the programs: they may be frozen.
+  defp os_pids(fleet) do
+    for {_, tracker} <- fleet,
+        %{port: port, os_pid: os_pid} when port != nil and os_pid != nil <- [
+          :sys.get_state(tracker)
+        ],
+        do: os_pid
   end
 end
 
