@@ -150,6 +150,46 @@ defmodule Kmq.Integration.TrackerCasesTest do
     assert {:ok, %{partitions: [%{open: 0}]}} = Tracker.info(second)
   end
 
+  @tag timeout: scaled(120_000)
+  test "a delay that is longer than the marker topic keeps its records: what waits is written again",
+       %{cluster: cluster} do
+    Application.put_env(:kmq, :tracker_settings, %{checkpoint_age_ms: 1_000})
+    on_exit(fn -> Application.delete_env(:kmq, :tracker_settings) end)
+    topic = queue(cluster, 1)
+    options = options(cluster, topic, tracker: :external)
+
+    :ok =
+      Kmq.Topics.create_topic(markers(topic, options), 1,
+        hosts: cluster.hosts,
+        config: [
+          {"message.timestamp.type", "LogAppendTime"},
+          {"retention.ms", "#{scaled(6_000)}"},
+          {"segment.ms", "1000"}
+        ]
+      )
+
+    publish(cluster, topic, [{"late", delay: 3_600_000}])
+    consumer = consumer(options)
+    first = tracker(options)
+    eventually(fn -> match?({:ok, %{partitions: [%{open: 1}]}}, Tracker.info(first)) end, 20_000)
+    assert Consumer.pull(consumer, wait: 0) == []
+    {:ok, %{partitions: [%{position: parked}]}} = Tracker.info(first)
+
+    eventually(
+      fn ->
+        [{0, low}] = low(cluster, topic, options)
+        low > parked
+      end,
+      60_000
+    )
+
+    stop_tracker(first)
+    second = tracker(options)
+    assert {:ok, %{partitions: [%{open: 1, next_due_ms: due}]}} = Tracker.info(second)
+    assert due in 3_000_000..3_600_000
+    refute_receive {[:kmq, :offset_reset], _, %{reason: :marker_gap}}, 100
+  end
+
   defp low(cluster, topic, options) do
     with_admin(cluster, fn admin ->
       {:ok, {low, _}} = :kmq_nif.admin_watermarks(admin, markers(topic, options), 0, 5_000)
