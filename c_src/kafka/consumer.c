@@ -37,6 +37,7 @@ struct kafka_consumer {
     kafka_queue **queues;
     size_t n_queues, cap_queues;
     kafka_reaper *reaper;
+    bool fixed;                    /* a static member: its group keeps its place when it closes */
     kafka_nudge *nudge;            /* NULL: librdkafka's own fetcher does not rest, or no thread to be had */
     size_t half_queue, half_bytes; /* of one partition's local queue, at most */
 };
@@ -77,6 +78,7 @@ int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka
         return KAFKA_EKAFKA;
     }
     if (rd_kafka_version() < 0x02020000) reaper->nudge = consumer->nudge = kafka_nudge_new(consumer->rk);
+    consumer->fixed = kafka_property_get(props, n_props, "group.instance.id") != NULL;
     consumer->half_queue = half(props, n_props, "queued.min.messages", 100000);
     consumer->half_bytes = half(props, n_props, "queued.max.messages.kbytes", 65536) * 1024;
     /* the wake-up first: what the other queues hold already moves over with one */
@@ -146,27 +148,46 @@ kafka_queue *kafka_consumer_queue(kafka_consumer *consumer, const char *topic, i
                                                                                            : NULL;
 }
 
+/* What is left in a queue holds its partition, and that its leader's broker. The library itself empties only the queues of partitions that it
+ * still knows at its end: of a topic that was deleted, or hidden by an ACL, one word would keep the client from ever being destroyed. */
 static void queue_del(kafka_queue *queue)
 {
+    rd_kafka_message_t *message;
     kafka_wake_off(queue->rkqu);
+    while ((message = rd_kafka_consume_queue(queue->rkqu, 0)) != NULL) rd_kafka_message_destroy(message);
     rd_kafka_queue_destroy(queue->rkqu);
     free(queue->topic);
     free(queue);
 }
 
+void kafka_queues_free(rd_kafka_t *rk, kafka_queue **queues, size_t n)
+{
+    rd_kafka_topic_partition_list_t *list = NULL;
+    /* answered by the library's thread, when it has stopped the fetchers of what was taken away before: their last word is in the queues then */
+    if (n > 0) rd_kafka_assignment(rk, &list);
+    if (list != NULL) rd_kafka_topic_partition_list_destroy(list);
+    for (size_t i = 0; i < n; i++) queue_del(queues[i]);
+}
+
 static void queues_clear(kafka_consumer *consumer)
 {
-    for (size_t i = 0; i < consumer->n_queues; i++) queue_del(consumer->queues[i]);
+    kafka_queues_free(consumer->rk, consumer->queues, consumer->n_queues);
     consumer->n_queues = 0;
 }
 
-static void queue_remove(kafka_consumer *consumer, const char *topic, int32_t partition)
+/* Those of these partitions: to the end of the list, out of its order, and away. */
+static void queues_remove(kafka_consumer *consumer, const kafka_partition *partitions, size_t n)
 {
-    size_t at = position(consumer, topic, partition);
-    if (at == consumer->n_queues || compare(consumer->queues[at], topic, partition) != 0) return;
-    queue_del(consumer->queues[at]);
-    consumer->n_queues--;
-    memmove(consumer->queues + at, consumer->queues + at + 1, (consumer->n_queues - at) * sizeof *consumer->queues);
+    size_t before = consumer->n_queues;
+    for (size_t i = 0; i < n; i++) {
+        size_t at = position(consumer, partitions[i].topic, partitions[i].partition);
+        kafka_queue *queue = kafka_consumer_queue(consumer, partitions[i].topic, partitions[i].partition);
+        if (queue == NULL) continue;
+        consumer->n_queues--;
+        memmove(consumer->queues + at, consumer->queues + at + 1, (consumer->n_queues - at) * sizeof *consumer->queues);
+        consumer->queues[consumer->n_queues] = queue;
+    }
+    kafka_queues_free(consumer->rk, consumer->queues + consumer->n_queues, before - consumer->n_queues);
 }
 
 /* Splits this partition off the consumer's queue. The flag that keeps it split survives later assignments. */
@@ -235,6 +256,7 @@ bool kafka_consumer_cooperative(kafka_consumer *consumer)
 int kafka_consumer_assign(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, kafka_error *err)
 {
     int result = KAFKA_OK;
+    if (consumer->n_queues > 0) rd_kafka_assign(consumer->rk, NULL); /* before their queues go */
     queues_clear(consumer);
     for (size_t i = 0; i < n && result == KAFKA_OK; i++) result = queue_add(consumer, &partitions[i], err);
     if (result == KAFKA_OK) {
@@ -249,8 +271,8 @@ int kafka_consumer_assign(kafka_consumer *consumer, const kafka_partition *parti
 
 int kafka_consumer_unassign(kafka_consumer *consumer, kafka_error *err)
 {
-    queues_clear(consumer);
     rd_kafka_resp_err_t code = rd_kafka_assign(consumer->rk, NULL);
+    queues_clear(consumer);
     return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : kafka_fail(err, consumer->rk, code, "unassign");
 }
 
@@ -263,18 +285,17 @@ int kafka_consumer_assign_add(kafka_consumer *consumer, const kafka_partition *p
         result = kafka_fail_object(err, consumer->rk, rd_kafka_incremental_assign(consumer->rk, list), "assign");
         rd_kafka_topic_partition_list_destroy(list);
     }
-    if (result != KAFKA_OK)
-        for (size_t i = 0; i < n; i++) queue_remove(consumer, partitions[i].topic, partitions[i].partition);
+    if (result != KAFKA_OK) queues_remove(consumer, partitions, n);
     return result;
 }
 
 int kafka_consumer_assign_remove(kafka_consumer *consumer, const kafka_partition *partitions, size_t n,
                                  kafka_error *err)
 {
-    for (size_t i = 0; i < n; i++) queue_remove(consumer, partitions[i].topic, partitions[i].partition);
     rd_kafka_topic_partition_list_t *list = to_list(partitions, n);
     int result = kafka_fail_object(err, consumer->rk, rd_kafka_incremental_unassign(consumer->rk, list), "unassign");
     rd_kafka_topic_partition_list_destroy(list);
+    queues_remove(consumer, partitions, n);
     return result;
 }
 
@@ -581,11 +602,20 @@ const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t
     return buf;
 }
 
+bool kafka_consumer_leave(kafka_consumer *consumer)
+{
+    return !consumer->fixed && rd_kafka_unsubscribe(consumer->rk) == RD_KAFKA_RESP_ERR_NO_ERROR;
+}
+
+bool kafka_consumer_member(kafka_consumer *consumer)
+{
+    char id[8];
+    return *kafka_consumer_member_id(consumer, id, sizeof id) != '\0';
+}
+
 int kafka_consumer_close_begin(kafka_consumer *consumer, kafka_error *err)
 {
-    /* A close of a member of a cooperative group that has no partitions sends no LeaveGroup, and the group waits for it until its session
-     * times out. An unsubscribe does send it, and the close then waits for that. */
-    if (kafka_consumer_cooperative(consumer)) rd_kafka_unsubscribe(consumer->rk);
+    if (kafka_consumer_cooperative(consumer)) kafka_consumer_leave(consumer);
     return kafka_fail_object(err, consumer->rk, rd_kafka_consumer_close_queue(consumer->rk, consumer->control),
                              "close");
 }
@@ -598,24 +628,47 @@ int kafka_consumer_test_fatal(kafka_consumer *consumer, const char *reason)
     return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : KAFKA_EKAFKA;
 }
 
+/* So that what a fetcher says when it is stopped is there before the reaper looks: see queue_del. */
+static void stop_all(kafka_consumer *consumer)
+{
+    rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)consumer->n_queues);
+    for (size_t i = 0; i < consumer->n_queues; i++)
+        rd_kafka_topic_partition_list_add(list, consumer->queues[i]->topic, consumer->queues[i]->partition);
+    if (kafka_consumer_cooperative(consumer))
+        kafka_fail_object(NULL, consumer->rk, rd_kafka_incremental_unassign(consumer->rk, list), "unassign");
+    else
+        rd_kafka_assign(consumer->rk, NULL);
+    rd_kafka_topic_partition_list_destroy(list);
+}
+
+static void quiet(kafka_consumer *consumer)
+{
+    for (size_t i = 0; i < consumer->n_queues; i++) kafka_wake_off(consumer->queues[i]->rkqu);
+    kafka_wake_off(consumer->control);
+}
+
+/* The queues may be full: the reaper empties them. */
+static void hand_over(kafka_consumer *consumer, int flags, void (*done)(void *ctx), void *ctx)
+{
+    consumer->reaper->queues = consumer->queues;
+    consumer->reaper->n_queues = consumer->n_queues;
+    kafka_reap(consumer->reaper, consumer->rk, flags, done, ctx);
+    free(consumer);
+}
+
 void kafka_consumer_abandon(kafka_consumer *consumer)
 {
-    queues_clear(consumer);
-    free(consumer->queues);
-    kafka_wake_off(consumer->control);
+    quiet(consumer);
     consumer->reaper->control = consumer->control;
-    kafka_reap(consumer->reaper, consumer->rk, RD_KAFKA_DESTROY_F_NO_CONSUMER_CLOSE, NULL, NULL);
-    free(consumer);
+    hand_over(consumer, RD_KAFKA_DESTROY_F_NO_CONSUMER_CLOSE, NULL, NULL);
 }
 
 void kafka_consumer_destroy(kafka_consumer *consumer, void (*done)(void *ctx), void *ctx)
 {
     /* not closed: leaving the group in an orderly way may take for ever (a broker that does not answer), so it is not tried */
     int flags = kafka_consumer_closed(consumer) ? 0 : RD_KAFKA_DESTROY_F_NO_CONSUMER_CLOSE;
-    queues_clear(consumer);
-    free(consumer->queues);
-    kafka_wake_off(consumer->control);
+    quiet(consumer);
+    if (consumer->n_queues > 0) stop_all(consumer);
     rd_kafka_queue_destroy(consumer->control);
-    kafka_reap(consumer->reaper, consumer->rk, flags, done, ctx);
-    free(consumer);
+    hand_over(consumer, flags, done, ctx);
 }

@@ -97,13 +97,18 @@ typedef struct kafka_reaper {
     rd_kafka_t *rk;
     rd_kafka_queue_t *control; /* of a consumer that is to leave its group before; else NULL */
     kafka_nudge *nudge;        /* stopped first; set by whoever has one */
-    int flags;                 /* RD_KAFKA_DESTROY_F_... */
+    kafka_queue **queues;      /* of a consumer, emptied before: see consumer.c */
+    size_t n_queues;
+    int flags; /* RD_KAFKA_DESTROY_F_... */
     void (*done)(void *ctx);
     void *ctx;
 } kafka_reaper;
 kafka_reaper *kafka_reaper_new(void);
 /* Starts the thread and returns at once; takes the reaper. */
 void kafka_reap(kafka_reaper *reaper, rd_kafka_t *rk, int flags, void (*done)(void *ctx), void *ctx);
+
+/* consumer.c: empties and frees the queues, whose fetchers were told to stop; not the list. Waits for the library's thread, a millisecond at most. */
+void kafka_queues_free(rd_kafka_t *rk, kafka_queue **queues, size_t n);
 
 void kafka_live_add(int n);
 

@@ -196,6 +196,13 @@ int64_t kafka_consumer_end(kafka_consumer *consumer, const char *topic, int32_t 
 void kafka_queue_stopped(kafka_queue *queue);
 bool kafka_consumer_lost(kafka_consumer *consumer);
 const char *kafka_consumer_member_id(kafka_consumer *consumer, char *buf, size_t cap);
+/* The first step of leaving, for a member of a cooperative group: it says so to its group, after what is under way there, and gives back what it has
+ * (REVOKE comes, if it has anything). A close in the middle of a rebalance, or of a member without partitions, says nothing: the group waits until
+ * the session is over, and the last commit, of a generation that is gone, is refused. Waited for is that it is no member any more. false: there
+ * is nothing to wait for (a static member stays one, a fatal one is none). */
+bool kafka_consumer_leave(kafka_consumer *consumer);
+/* Has an id from its group, and has not said yet that it leaves. */
+bool kafka_consumer_member(kafka_consumer *consumer);
 /* Leaving: begin, then poll (and answer REVOKE) until closed() is true, then destroy. */
 int kafka_consumer_close_begin(kafka_consumer *consumer, kafka_error *err);
 bool kafka_consumer_closed(kafka_consumer *consumer);

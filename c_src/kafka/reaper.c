@@ -35,6 +35,8 @@ static void *run(void *arg)
     kafka_reaper *reaper = arg;
     kafka_nudge_stop(reaper->nudge);
     if (reaper->control != NULL) leave(reaper->rk, reaper->control);
+    kafka_queues_free(reaper->rk, reaper->queues, reaper->n_queues);
+    free(reaper->queues);
     rd_kafka_destroy_flags(reaper->rk, reaper->flags);
     kafka_live_add(-1);
     if (reaper->done != NULL) reaper->done(reaper->ctx);
@@ -47,8 +49,10 @@ void kafka_reap(kafka_reaper *reaper, rd_kafka_t *rk, int flags, void (*done)(vo
     pthread_t thread;
     pthread_attr_t attr;
     sigset_t all, old;
-    *reaper = (kafka_reaper){
-        .rk = rk, .control = reaper->control, .nudge = reaper->nudge, .flags = flags, .done = done, .ctx = ctx};
+    reaper->rk = rk;
+    reaper->flags = flags;
+    reaper->done = done;
+    reaper->ctx = ctx;
     pthread_attr_init(&attr);
     pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
     sigfillset(&all); /* the host's signals are not for this thread */

@@ -606,6 +606,50 @@ static void close_sequence(void **state)
     assert_nothing_left();
 }
 
+/* A topic that a member does not see any more, deleted or hidden, while it reads it: what it has is taken back, and it is destroyed; also without having been
+ * closed, and also when it does not look again at all. (Before 2.6.1 the library keeps what is left in the queues of such partitions.) */
+static void hidden(const char *name, const char *assignor, bool served, bool closed)
+{
+    kafka_error err;
+    member m = {0};
+    kafka_property props[] = {{"bootstrap.servers", c.bootstrap},
+                              {"group.id", name},
+                              {"auto.offset.reset", "earliest"},
+                              {"session.timeout.ms", "6000"},
+                              {"heartbeat.interval.ms", "200"},
+                              {"fetch.wait.max.ms", "20"},
+                              {"partition.assignment.strategy", assignor},
+                              {"topic.metadata.refresh.interval.ms", "100"}};
+    kafka_wake wake = waker_of(&m.control);
+    topic(&c, name, 2);
+    for (int p = 0; p < 2; p++) fill_partition(&c, name, p, 100);
+    assert_int_equal(kafka_consumer_open(props, 8, &wake, NULL, &m.consumer, &err), 0);
+    assert_int_equal(kafka_consumer_subscribe(m.consumer, &name, 1, &err), 0);
+    EVENTUALLY(15, (serve(&m), m.assigned == 2));
+    for (int p = 0; p < 2; p++) expect_number(m.consumer, name, p, 0);
+    rd_kafka_mock_topic_set_error(c.mock, name, RD_KAFKA_RESP_ERR_UNKNOWN_TOPIC_OR_PART);
+    if (served)
+        EVENTUALLY(15, (serve(&m), m.revoked == 2));
+    else
+        nap_ms(1000); /* only whether the library knows it already depends on that */
+    if (closed)
+        leave(&m);
+    else
+        kafka_consumer_destroy(m.consumer, NULL, NULL);
+    assert_nothing_left();
+}
+
+static void hidden_topic(void **state)
+{
+    (void)state;
+    MOCK_ONLY(c);
+    hidden("hidden-1", "roundrobin", true, true);
+    hidden("hidden-2", "cooperative-sticky", true, true);
+    hidden("hidden-3", "roundrobin", false, false);
+    hidden("hidden-4", "cooperative-sticky", false, false);
+    hidden("hidden-5", "roundrobin", true, false);
+}
+
 static void error_table(void **state)
 {
     (void)state;
@@ -632,7 +676,7 @@ int main(void)
         cmocka_unit_test(pop_by_bytes),        cmocka_unit_test(destroy_full),  cmocka_unit_test(small_queue),
         cmocka_unit_test(out_of_range),        cmocka_unit_test(rebalance),     cmocka_unit_test(cooperative),
         cmocka_unit_test(commit_and_outsider), cmocka_unit_test(missing_topic), cmocka_unit_test(broker_gone),
-        cmocka_unit_test(close_sequence),
+        cmocka_unit_test(close_sequence),      cmocka_unit_test(hidden_topic),
     };
     return cmocka_run_group_tests_name("kafka consumer", tests, start, stop);
 }
