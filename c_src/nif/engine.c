@@ -324,23 +324,31 @@ static void destroy_clients(engine *e)
     atomic_fetch_sub(&live_consumers, 1);
 }
 
-static void close_leave(engine *e)
+static void close_client(engine *e)
 {
-    e->close_step = CLOSE_LEAVE;
-    if (e->config.cooperative) {
-        engine_take_asked(e);
-    } else {
-        if (e->asked) kafka_consumer_unassign(e->consumer, NULL); /* never answered: there is nothing to settle */
-        engine_asked_nothing(e);
-    }
-    marks_flush(e, engine_now());
+    e->close_step = CLOSE_CLIENT;
     if (kafka_consumer_close_begin(e->consumer, NULL)) { /* fatal: it is no member any more */
         engine_retire_all(e);
         e->close_step = CLOSE_FLUSH;
     }
 }
 
-/* Without markers what is in work is waited for; leaving the group, with the last commit, takes the last quarter of the time, at most 2 s. */
+static void close_leave(engine *e)
+{
+    e->close_step = CLOSE_LEAVE;
+    marks_flush(e, engine_now());
+    if (e->config.cooperative) {
+        engine_take_asked(e, 0);
+        if (kafka_consumer_leave(e->consumer)) return;
+    } else {
+        if (e->asked) kafka_consumer_unassign(e->consumer, NULL); /* never answered: there is nothing to settle */
+        engine_asked_nothing(e);
+    }
+    close_client(e);
+}
+
+/* Without markers what is in work is waited for, and in a cooperative group its rebalance; closing, with the last commit, takes the last
+ * quarter of the time, at most 2 s. */
 void engine_close_begin(engine *e, int64_t deadline, bool drain)
 {
     if (e->state != ENGINE_OPEN) return;
@@ -364,7 +372,9 @@ static void close_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
         if (!modes_drained(e, true)) *events = enif_make_list_cell(env, atoms.undrained, *events);
         close_leave(e);
     }
-    if (e->close_step == CLOSE_LEAVE && (kafka_consumer_closed(e->consumer) || over)) {
+    if (e->close_step == CLOSE_LEAVE && (now >= e->close_drain_until || !kafka_consumer_member(e->consumer)))
+        close_client(e);
+    if (e->close_step == CLOSE_CLIENT && (kafka_consumer_closed(e->consumer) || over)) {
         engine_retire_all(e);
         e->close_step = CLOSE_FLUSH;
     }

@@ -164,7 +164,7 @@ typedef struct engine_note {
 
 typedef enum engine_state { ENGINE_OPEN, ENGINE_CLOSING, ENGINE_CLOSED } engine_state;
 typedef enum revoke_step { REVOKE_NONE, REVOKE_DRAIN, REVOKE_SETTLE, REVOKE_COMMIT } revoke_step;
-typedef enum close_step { CLOSE_DRAIN, CLOSE_FLUSH, CLOSE_LEAVE, CLOSE_WAIT } close_step;
+typedef enum close_step { CLOSE_DRAIN, CLOSE_LEAVE, CLOSE_CLIENT, CLOSE_FLUSH, CLOSE_WAIT } close_step;
 
 struct engine {
     ErlNifMutex *lock;
@@ -305,8 +305,8 @@ void engine_rebalance_event(engine *engine, const kafka_event *event, ErlNifEnv 
                             int64_t now);
 void engine_revoke_on(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
 void engine_retire_all(engine *engine);
-void engine_take_asked(engine *engine);    /* before it leaves (cooperative) */
-void engine_asked_nothing(engine *engine); /* whatever was asked: the answer is not waited for any more */
+void engine_take_asked(engine *e, size_t from); /* before it leaves (cooperative) */
+void engine_asked_nothing(engine *engine);      /* whatever was asked: the answer is not waited for any more */
 /* The partition begins at `offset`, before what was read of it: its topic is another one of the same name. What was handed out of the old one is
  * forgotten, or its acks would settle what stands in the same places now. */
 void engine_made_anew(engine *engine, const engine_topic *topic, int32_t partition, int64_t offset);

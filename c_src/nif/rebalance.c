@@ -314,16 +314,17 @@ void engine_asked_nothing(engine *e)
 }
 
 /* A member that leaves in the middle of that: librdkafka sends no LeaveGroup when it has nothing assigned of what the group has given it, and the group
- * waits until its session is over. So it is assigned, for as long as the leaving takes. */
-void engine_take_asked(engine *e)
+ * waits until its session is over. So it is assigned, for as long as the leaving takes. The first `from` are already. */
+void engine_take_asked(engine *e, size_t from)
 {
-    kafka_partition *list = e->n_asked ? enif_alloc(e->n_asked * sizeof *list) : NULL;
-    for (size_t i = 0; i < e->n_asked && list; i++)
-        list[i] = (kafka_partition){.topic = e->asked_parts[i].topic->name,
-                                    .partition = e->asked_parts[i].partition,
+    size_t n = e->n_asked - from;
+    kafka_partition *list = n ? enif_alloc(n * sizeof *list) : NULL;
+    for (size_t i = 0; i < n && list; i++)
+        list[i] = (kafka_partition){.topic = e->asked_parts[from + i].topic->name,
+                                    .partition = e->asked_parts[from + i].partition,
                                     .offset = KAFKA_OFFSET_END};
     e->asked = 0;
-    if (!list || kafka_consumer_assign_add(e->consumer, list, e->n_asked, NULL)) engine_asked_nothing(e);
+    if (!list || kafka_consumer_assign_add(e->consumer, list, n, NULL)) e->n_asked = from;
     enif_free(list);
 }
 
@@ -546,11 +547,14 @@ void engine_rebalance_event(engine *e, const kafka_event *event, ErlNifEnv *env,
         answer(e, env, events);
         if (!e->config.cooperative) engine_asked_nothing(e);
         if (e->n_asked && !event->n_partitions) return; /* what is looked up is not begun again for nothing */
-        if (add_asked(e, event)) {
-            ask(e, env, events);
-        } else { /* a new client gets them again */
+        size_t before = e->n_asked;
+        if (!add_asked(e, event)) { /* a new client gets them again */
             kafka_error_set(&e->consumer_error, 0, "no memory for what was assigned");
             e->consumer_broken = true;
+        } else if (e->config.cooperative && e->state != ENGINE_OPEN) {
+            engine_take_asked(e, before);
+        } else {
+            ask(e, env, events);
         }
         return;
     }

@@ -3,6 +3,7 @@ defmodule Kmq.Integration.CooperativeTest do
   use Kmq.Test.ClusterCase, on: :kafka
 
   alias Kmq.{Config, Handle}
+  alias Kmq.Test.Kafka
 
   @moduletag :cooperative
 
@@ -249,5 +250,42 @@ defmodule Kmq.Integration.CooperativeTest do
     assert assigned(second) == []
     assert Handle.close(second, 20_000) == :ok
     eventually(fn -> length(assigned(first)) == @partitions end, 20_000)
+  end
+
+  test "members that leave while all wait for another one's drain say so: the rest has everything soon",
+       %{cluster: cluster} do
+    topic = queue(cluster, @partitions)
+
+    options =
+      options(cluster, topic,
+        kafka_config: [consumer: ["heartbeat.interval.ms": 200]],
+        group_config: [session_timeout_seconds: 300],
+        assignor: :cooperative_sticky,
+        ordering: :partition,
+        drain_timeout: 60_000,
+        group_id: topic
+      )
+
+    config = Config.new!(options, :consumer)
+    numbers(cluster, topic, 0..3)
+    first = open(config)
+    work = take(first, 4)
+    second = open(config)
+    eventually(fn -> %{leaving: [_, _]} = parts(first) end, 20_000)
+    third = open(config)
+
+    # The second comes back to this new round when its heartbeat tells it, the third is new: nobody is answered before the first has drained.
+    eventually(fn -> Kafka.group(cluster.hosts, topic) == {"PreparingRebalance", 3} end, 20_000)
+    refute_receive :five_heartbeats, 1_000
+
+    leaving =
+      for member <- [second, third], do: Task.async(fn -> Handle.close(member, 30_000) end)
+
+    assert Enum.map(leaving, &Task.yield(&1, 1_000)) == [nil, nil]
+    ack(first, work)
+    assert Enum.map(leaving, &Task.await(&1, 40_000)) == [:ok, :ok]
+    eventually(fn -> length(assigned(first)) == @partitions end, 20_000)
+    numbers(cluster, topic, 4..11)
+    assert length(take(first, 8)) == 8
   end
 end
