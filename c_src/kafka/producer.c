@@ -46,6 +46,8 @@ int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempo
                         kafka_producer **out, kafka_error *err)
 {
     static const kafka_property forced[] = {{"enable.idempotence", "true"}, {"acks", "all"}};
+    /* What is on its way to a broker that stands still goes to the next leader only when this is over; a minute by default. Sent twice is no harm. */
+    static const kafka_property defaults[] = {{"socket.timeout.ms", "10000"}};
     static const kafka_wake none = {.fd = -1};
     int events = kafka_common_events(props, n_props) | RD_KAFKA_EVENT_DR;
     kafka_producer *producer = calloc(1, sizeof *producer);
@@ -58,8 +60,8 @@ int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempo
     producer->reaper = reaper;
     producer->last_event = &producer->first_event;
     producer->wake = wake != NULL ? *wake : none;
-    producer->rk =
-        kafka_client_new(RD_KAFKA_PRODUCER, NULL, 0, props, n_props, forced, idempotent ? 2 : 0, events, err);
+    producer->rk = kafka_client_new(RD_KAFKA_PRODUCER, defaults, idempotent ? 1 : 0, props, n_props, forced,
+                                    idempotent ? 2 : 0, events, err);
     if (producer->rk == NULL) {
         pthread_mutex_destroy(&producer->topics_lock);
         free(reaper);

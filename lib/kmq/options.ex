@@ -82,7 +82,9 @@ defmodule Kmq.Options do
     request_timeout: [
       type: {:custom, Types, :integer_in, [1_000, 300_000]},
       type_doc: "`1_000..300_000`",
-      doc: "`socket.timeout.ms`; librdkafka's default is 60,000."
+      doc:
+        "`socket.timeout.ms`: how long a broker that stands still is waited for, before its partitions' next leaders are asked. 10,000 by default; " <>
+          "librdkafka's 60,000 for a publisher with other `:acks` than `:all`."
     ],
     ssl: [
       type: :any,

@@ -93,6 +93,47 @@ defmodule Kmq.Test.Kafka do
     end
   end
 
+  @doc """
+  Starts `n` nodes of one cluster, each a broker and a controller, linked to the caller; what they keep for themselves has a replica on each of
+  them. Ends when all of them know all of them.
+  """
+  def start_cluster!(n, opts \\ []) do
+    {brokers, controllers} = Enum.split(free_ports(2 * n), n)
+
+    voters =
+      Enum.map_join(Enum.with_index(controllers, 1), ",", fn {p, i} -> "#{i}@127.0.0.1:#{p}" end)
+
+    cluster = %{id: cluster_id(), voters: voters, n: n}
+
+    nodes =
+      for {{port, controller}, i} <- Enum.with_index(Enum.zip(brokers, controllers), 1),
+          do: start!([node: Map.merge(cluster, %{number: i, ports: [port, controller]})] ++ opts)
+
+    for node <- nodes, do: :ok = GenServer.call(node, {:await_brokers, n}, :infinity)
+    nodes
+  end
+
+  @doc "The number of the node that coordinates a group; -1: none does, for now."
+  def coordinator(bootstrap, group) do
+    with {:ok, <<_throttle::32, 0::16, rest::binary>>} <-
+           request(bootstrap, 10, 1, [string(group), 0]) do
+      {_message, <<node::signed-32, _::binary>>} = take_string(rest)
+      node
+    else
+      _ -> -1
+    end
+  end
+
+  @doc "The state of a group as its coordinator sees it, `\"Stable\"` and so on, and how many members it has (DescribeGroups 0)."
+  def group(bootstrap, group) do
+    {:ok, <<1::32, 0::16, rest::binary>>} = request(bootstrap, 15, 0, [<<1::32>>, string(group)])
+    {^group, rest} = take_string(rest)
+    {state, rest} = take_string(rest)
+    {_type, rest} = take_string(rest)
+    {_protocol, <<members::32, _::binary>>} = take_string(rest)
+    {state, members}
+  end
+
   @doc "The node's address."
   def bootstrap(kafka), do: GenServer.call(kafka, :bootstrap, :infinity)
 
@@ -136,12 +177,12 @@ defmodule Kmq.Test.Kafka do
   ## Topics, in Kafka's own bytes
 
   @doc "Creates a topic on the node at `bootstrap` and waits until its partitions have leaders."
-  def create_topic(bootstrap, topic, partitions \\ 1, config \\ %{}) do
+  def create_topic(bootstrap, topic, partitions \\ 1, config \\ %{}, replicas \\ 1) do
     pairs = for {name, value} <- config, do: [string(to_string(name)), string(to_string(value))]
 
     body = [
       <<1::32>>,
-      [string(topic), <<partitions::32, 1::16, 0::32>>, <<length(pairs)::32>>, pairs],
+      [string(topic), <<partitions::32, replicas::16, 0::32>>, <<length(pairs)::32>>, pairs],
       <<15_000::32, 0>>
     ]
 
@@ -194,9 +235,12 @@ defmodule Kmq.Test.Kafka do
   end
 
   # Metadata 1 with a null list: all topics. [{name, internal?, [leader]}]
-  defp metadata(bootstrap) do
+  defp metadata(bootstrap),
+    do: with({:ok, {_brokers, topics}} <- cluster(bootstrap), do: {:ok, topics})
+
+  defp cluster(bootstrap) do
     with {:ok, <<n::32, rest::binary>>} <- request(bootstrap, 3, 1, <<-1::32>>) do
-      {_brokers, rest} =
+      {brokers, rest} =
         take_many(rest, n, fn <<id::32, rest::binary>> ->
           {_host, <<_port::32, rest::binary>>} = take_string(rest)
           {_rack, rest} = take_string(rest)
@@ -205,7 +249,7 @@ defmodule Kmq.Test.Kafka do
 
       <<_controller::32, n::32, rest::binary>> = rest
       {topics, ""} = take_many(rest, n, &take_topic/1)
-      {:ok, topics}
+      {:ok, {brokers, topics}}
     end
   end
 
@@ -269,7 +313,8 @@ defmodule Kmq.Test.Kafka do
         if prepare = opts[:prepare], do: prepare.(dir)
         state = %{dir: dir, opts: opts, port: nil, os_pid: nil, bootstrap: nil, listeners: %{}}
 
-        case first_start(state, @tries) do
+        # the nodes of a cluster have told each other their ports
+        case first_start(state, if(opts[:node], do: 1, else: @tries)) do
           {:ok, state} ->
             {:ok, state}
 
@@ -286,7 +331,8 @@ defmodule Kmq.Test.Kafka do
   # Between our finding a free port and the JVM's listening on it somebody else may take it: then with other ports.
   defp first_start(state, tries) do
     others = state.opts[:listeners] || []
-    [port, controller | ports] = free_ports(2 + length(others))
+    [port, controller] = if node = state.opts[:node], do: node.ports, else: free_ports(2)
+    ports = free_ports(length(others))
 
     others =
       for {{name, protocol, at, as}, port} <- Enum.zip(others, ports) do
@@ -334,22 +380,24 @@ defmodule Kmq.Test.Kafka do
     listen = for {name, _, at, _} <- others, do: ",#{name}://#{at}"
     advertise = for {name, _, _, as} <- others, do: ",#{name}://#{as}"
 
+    node = state.opts[:node] || %{number: 1, voters: "1@127.0.0.1:#{controller}", n: 1}
+
     %{
       "process.roles" => "broker,controller",
-      "node.id" => 1,
-      "controller.quorum.voters" => "1@127.0.0.1:#{controller}",
+      "node.id" => node.number,
+      "controller.quorum.voters" => node.voters,
       "controller.listener.names" => "CONTROLLER",
       "listeners" =>
         "PLAINTEXT://127.0.0.1:#{port},CONTROLLER://127.0.0.1:#{controller}#{listen}",
       "advertised.listeners" => "PLAINTEXT://127.0.0.1:#{port}#{advertise}",
       "listener.security.protocol.map" => "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT#{protocols}",
       "log.dirs" => Path.join(state.dir, "data"),
-      "offsets.topic.replication.factor" => 1,
+      "offsets.topic.replication.factor" => node.n,
       "offsets.topic.num.partitions" => 4,
-      "transaction.state.log.replication.factor" => 1,
+      "transaction.state.log.replication.factor" => node.n,
       "transaction.state.log.min.isr" => 1,
       "transaction.state.log.num.partitions" => 4,
-      "share.coordinator.state.topic.replication.factor" => 1,
+      "share.coordinator.state.topic.replication.factor" => node.n,
       "share.coordinator.state.topic.min.isr" => 1,
       "share.coordinator.state.topic.num.partitions" => 2,
       "group.initial.rebalance.delay.ms" => 0,
@@ -368,8 +416,10 @@ defmodule Kmq.Test.Kafka do
     |> Enum.map_join(fn {name, value} -> "#{name}=#{value}\n" end)
   end
 
+  defp cluster_id, do: Base.url_encode64(:crypto.strong_rand_bytes(16), padding: false)
+
   defp format(state) do
-    id = Base.url_encode64(:crypto.strong_rand_bytes(16), padding: false)
+    id = if node = state.opts[:node], do: node.id, else: cluster_id()
 
     args =
       java_args(state) ++
@@ -397,7 +447,9 @@ defmodule Kmq.Test.Kafka do
 
     receive do
       {^port, {:data, {:eol, pid}}} ->
-        wait_ready(%{state | port: port, os_pid: String.to_integer(pid)})
+        state = %{state | port: port, os_pid: String.to_integer(pid)}
+        # one alone of a cluster answers nothing yet
+        if state.opts[:node], do: {:ok, state}, else: wait_ready(state)
 
       {^port, {:exit_status, code}} ->
         {:error, {:guard, code}}
@@ -416,17 +468,14 @@ defmodule Kmq.Test.Kafka do
   end
 
   # Ready when a client can list topics and the node has a leader for what it makes, not after a time.
-  defp wait_ready(%{port: port} = state, deadline \\ deadline(@start_ms)) do
+  defp wait_ready(%{port: port} = state, n \\ 1, deadline \\ deadline(@start_ms)) do
     receive do
       {^port, {:exit_status, code}} -> {:error, {:kafka_exit, code, tail(state)}}
     after
       50 ->
-        case metadata(state.bootstrap) do
-          {:ok, _topics} ->
-            {:ok, state}
-
-          {:error, _} ->
-            if now() < deadline, do: wait_ready(state, deadline), else: not_ready(state)
+        case cluster(state.bootstrap) do
+          {:ok, {brokers, _topics}} when length(brokers) >= n -> {:ok, state}
+          _ -> if now() < deadline, do: wait_ready(state, n, deadline), else: not_ready(state)
         end
     end
   end
@@ -456,6 +505,13 @@ defmodule Kmq.Test.Kafka do
   def handle_call(:log, _from, state), do: {:reply, File.read!(log_file(state)), state}
 
   def handle_call({:halt, how}, _from, state), do: {:reply, :ok, halted(state, how)}
+
+  def handle_call({:await_brokers, n}, _from, state) do
+    case wait_ready(state, n) do
+      {:ok, state} -> {:reply, :ok, state}
+      error -> {:stop, :await_brokers, error, state}
+    end
+  end
 
   def handle_call(:resume, _from, %{port: nil} = state) do
     case run(state) do

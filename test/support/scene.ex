@@ -20,13 +20,13 @@ defmodule Kmq.Test.Scene do
   ]
 
   @doc """
-  Makes the topics. Options: `:hosts` (default: the shared cluster), `:partitions` (4), all others are the pipeline's and go before
+  Makes the topics. Options: `:hosts` (default: the shared cluster), `:partitions` (4), `:replicas` (1), all others are the pipeline's and go before
   the ones for tests: a lease of 2 s, no wait before a retry. `calm: true`: sessions and leases of the usual length, for tests in which
   nobody dies.
   """
   @spec new(keyword) :: t
   def new(options \\ []) do
-    {own, options} = Keyword.split(options, [:hosts, :partitions, :calm])
+    {own, options} = Keyword.split(options, [:hosts, :partitions, :replicas, :calm])
     hosts = own[:hosts] || Kafka.bootstrap()
     partitions = own[:partitions] || 4
     id = "#{System.unique_integer([:positive])}-#{System.pid()}"
@@ -56,7 +56,7 @@ defmodule Kmq.Test.Scene do
     }
 
     on_exit(fn -> strike(scene) end)
-    :ok = Kafka.create_topic(hosts, topic, partitions)
+    :ok = Kafka.create_topic(hosts, topic, partitions, %{}, own[:replicas] || 1)
     {:ok, _} = Kmq.Topics.prepare(Kmq.Config.new!(scene.options, :producer))
     scene
   end
