@@ -4,13 +4,22 @@
 #
 # Without Erlang the same is `kmq_tracker --config examples/tracker.conf`.
 
-{:ok, tracker} =
-  Kmq.Tracker.start_link(
-    hosts: System.get_env("KAFKA", "localhost:9092"),
-    topics: ["orders"],
-    group_id: "shop",
-    create_topics: true
-  )
+options = [
+  hosts: System.get_env("KAFKA", "localhost:9092"),
+  topics: ["orders"],
+  group_id: "shop",
+  create_topics: true
+]
+
+tracker =
+  case Kmq.Tracker.start_link(options) do
+    {:ok, tracker} ->
+      tracker
+
+    {:error, error} ->
+      IO.puts(:stderr, "tracker: " <> Exception.message(error))
+      System.halt(1)
+  end
 
 report = fn report, before ->
   now =

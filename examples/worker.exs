@@ -35,15 +35,24 @@ end
 
 limit = if n = List.first(System.argv()), do: String.to_integer(n), else: :infinity
 
-{:ok, consumer} =
-  Kmq.Consumer.start_link(
-    hosts: System.get_env("KAFKA", "localhost:9092"),
-    topics: ["orders"],
-    group_id: "shop",
-    create_topics: true,
-    # tracker.exs is the tracker.
-    tracker: :external
-  )
+options = [
+  hosts: System.get_env("KAFKA", "localhost:9092"),
+  topics: ["orders"],
+  group_id: "shop",
+  create_topics: true,
+  # tracker.exs is the tracker.
+  tracker: :external
+]
+
+consumer =
+  case Kmq.Consumer.start_link(options) do
+    {:ok, consumer} ->
+      consumer
+
+    {:error, error} ->
+      IO.puts(:stderr, "worker: " <> Exception.message(error))
+      System.halt(1)
+  end
 
 done = Worker.loop(consumer, 0, limit)
 Kmq.Consumer.stop(consumer)

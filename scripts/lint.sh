@@ -30,11 +30,14 @@ c_tidy() {
     common=$(cat .clang-tidy $(find c_src -name '*.h' | sort) | cksum | tr ' ' '-')
     flags="-std=c11 -D_POSIX_C_SOURCE=200809L -D_DEFAULT_SOURCE -DKMQ_FAILPOINTS $(erlang_includes) $(pkg-config --cflags rdkafka)"
     flags="$flags -Ic_src/core -Ic_src/kafka -Ic_src/nif -Ic_src/tracker -Ic_src/sandbox"
-    export done_dir common flags clang_tidy
+    total=$(find c_src -name '*.c' | wc -l)
+    export done_dir common flags clang_tidy total
     # shellcheck disable=SC2016 # for the inner shell
-    find c_src -name '*.c' | sort | xargs -P "$(getconf _NPROCESSORS_ONLN)" -n 1 sh -c '
+    find c_src -name '*.c' | sort | awk '{ print NR, $0 }' | xargs -P "$(getconf _NPROCESSORS_ONLN)" -n 2 sh -c '
+        n=$1; shift
         mark=$done_dir/$(echo "$1" | tr / _)-$common-$(cksum <"$1" | tr " " -)
         [ -e "$mark" ] && exit 0
+        echo "  $n/$total $1"
         # One call, so that the lines of two files do not mix.
         if out=$("$clang_tidy" --quiet "$1" -- $flags 2>&1); then
             rm -f "$done_dir/$(echo "$1" | tr / _)"-*

@@ -46,6 +46,11 @@ ExUnit.start(
   assert_receive_timeout: scaled(2_000)
 )
 
+# What setup_all has started speaks when no test captures it: only what is worth a look is shown.
+if Version.match?(System.version(), ">= 1.15.0"),
+  do: :logger.set_handler_config(:default, :level, :warning),
+  else: apply(Logger, :configure_backend, [:console, [level: :warning]])
+
 included = Keyword.get(ExUnit.configuration(), :include, [])
 
 IO.puts("seed #{seed}, librdkafka #{rdkafka}")

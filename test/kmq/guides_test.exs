@@ -2,6 +2,7 @@ defmodule Kmq.GuidesTest do
   # What the guides and the README show at an iex prompt is what happens: each page is run from its top to its end.
   use ExUnit.Case
 
+  import ExUnit.CaptureIO
   import Kmq.Test.Eventually
   alias Kmq.Test.Outside
 
@@ -257,8 +258,11 @@ defmodule Kmq.GuidesTest do
 
   defp broadway_if_needed?(block), do: not (block =~ "Broadway") or Code.ensure_loaded?(Broadway)
 
+  # What its reader has at home is not there; the compiler finds nothing else.
   defp compile(quoted, page) do
-    quoted |> Code.compile_quoted(page) |> forget()
+    said = capture_io(:stderr, fn -> quoted |> Code.compile_quoted(page) |> forget() end)
+    warnings = said |> String.split("\n") |> Enum.filter(&(&1 =~ "warning:"))
+    assert Enum.reject(warnings, &(&1 =~ "Shop.")) == []
   end
 
   defp forget(modules) do
