@@ -6,6 +6,12 @@
 #include <string.h>
 #include <time.h>
 
+/* What comes past the log queue (it is not read yet, or a call serves it by callback): the library would print it on the host's stderr. */
+static void silent(const rd_kafka_t *rk, int level, const char *facility, const char *text)
+{
+    (void)rk, (void)level, (void)facility, (void)text;
+}
+
 /* The library's thread calls this with the queue's lock held. */
 static void awake(rd_kafka_t *rk, void *opaque)
 {
@@ -91,6 +97,7 @@ rd_kafka_t *kafka_client_new_with(void (*prepare)(rd_kafka_conf_t *conf, void *c
         return NULL;
     }
     rd_kafka_conf_set_events(conf, events);
+    rd_kafka_conf_set_log_cb(conf, silent);
     kafka_cause_words(conf);
     if (prepare != NULL) prepare(conf, ctx);
     rd_kafka_t *rk = rd_kafka_new(type, conf, why, sizeof why);

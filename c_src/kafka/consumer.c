@@ -36,6 +36,7 @@ struct kafka_consumer {
     kafka_wake control_wake, records_wake;
     kafka_queue **queues;
     size_t n_queues, cap_queues;
+    kafka_links *links;
     kafka_reaper *reaper;
     bool fixed;                    /* a static member: its group keeps its place when it closes */
     kafka_nudge *nudge;            /* NULL: librdkafka's own fetcher does not rest, or no thread to be had */
@@ -63,16 +64,21 @@ int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka
     int events = kafka_common_events(props, n_props) | RD_KAFKA_EVENT_REBALANCE | RD_KAFKA_EVENT_OFFSET_COMMIT;
     kafka_consumer *consumer = calloc(1, sizeof *consumer);
     kafka_reaper *reaper = kafka_reaper_new();
-    if (consumer == NULL || reaper == NULL) {
+    kafka_links *links = consumer != NULL ? kafka_links_new(&consumer->control_wake) : NULL;
+    if (links == NULL || reaper == NULL) {
+        kafka_links_del(links);
         free(consumer);
         free(reaper);
         return kafka_no_memory(err);
     }
     consumer->reaper = reaper;
+    consumer->links = reaper->links = links;
     consumer->control_wake = control != NULL ? *control : none;
     consumer->records_wake = records != NULL ? *records : none;
-    consumer->rk = kafka_client_new(RD_KAFKA_CONSUMER, defaults, 2, props, n_props, forced, 2, events, err);
+    consumer->rk = kafka_client_new_with(kafka_links_prepare, links, RD_KAFKA_CONSUMER, defaults, 2, props, n_props,
+                                         forced, 2, events, err);
     if (consumer->rk == NULL) {
+        kafka_links_del(links);
         free(reaper);
         free(consumer);
         return KAFKA_EKAFKA;
@@ -115,7 +121,7 @@ bool kafka_consumer_poll(kafka_consumer *consumer, kafka_event *event)
         if (made) return true;
     }
     memset(event, 0, sizeof *event);
-    return false;
+    return kafka_links_take(consumer->links, event);
 }
 
 /* ------------------------------------------------------------------ assignment */
@@ -645,6 +651,7 @@ static void quiet(kafka_consumer *consumer)
 {
     for (size_t i = 0; i < consumer->n_queues; i++) kafka_wake_off(consumer->queues[i]->rkqu);
     kafka_wake_off(consumer->control);
+    kafka_links_close(consumer->links);
 }
 
 /* The queues may be full: the reaper empties them. */

@@ -4,6 +4,7 @@
  *   cause.c    why nothing connects
  *   client.c   properties -> a librdkafka client; wake-ups; the live counter
  *   event.c    a librdkafka event -> a kafka_event that owns all it shows
+ *   outage.c   connections that are made, and which errors are one outage
  *   reaper.c   destroying, which may never return
  *   nudge.c    a fetcher that rests too long is woken
  *   consumer.c producer.c txn.c admin.c reader.c failpoint.c
@@ -92,11 +93,20 @@ kafka_nudge *kafka_nudge_new(rd_kafka_t *rk);
 bool kafka_nudge_ask(kafka_nudge *nudge, const char *topic, int32_t partition);
 void kafka_nudge_stop(kafka_nudge *nudge); /* NULL is allowed; before the client is destroyed */
 
+/* Which brokers a client has a connection to: EVENT_UP, EVENT_DOWN. wake must stay where it is until closed; the links until the client is destroyed. */
+typedef struct kafka_links kafka_links;
+kafka_links *kafka_links_new(const kafka_wake *wake);
+void kafka_links_prepare(rd_kafka_conf_t *conf, void *links); /* for kafka_client_new_with */
+bool kafka_links_take(kafka_links *links, kafka_event *event);
+void kafka_links_close(kafka_links *links); /* no wake-up runs after it */
+void kafka_links_del(kafka_links *links);   /* NULL is allowed */
+
 /* The job of destroying one client: allocated when the client is opened, so that destroying cannot fail for memory. */
 typedef struct kafka_reaper {
     rd_kafka_t *rk;
     rd_kafka_queue_t *control; /* of a consumer that is to leave its group before; else NULL */
     kafka_nudge *nudge;        /* stopped first; set by whoever has one */
+    kafka_links *links;        /* freed last; as nudge */
     kafka_queue **queues;      /* of a consumer, emptied before: see consumer.c */
     size_t n_queues;
     int flags; /* RD_KAFKA_DESTROY_F_... */

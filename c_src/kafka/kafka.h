@@ -103,7 +103,9 @@ typedef enum kafka_event_type {
     KAFKA_EVENT_ERROR,  /* error */
     KAFKA_EVENT_LOG,    /* level (syslog), text */
     KAFKA_EVENT_STATS,  /* text (JSON) */
-    KAFKA_EVENT_TOKEN   /* OAUTHBEARER wants a token; text = config */
+    KAFKA_EVENT_TOKEN,  /* OAUTHBEARER wants a token; text = config */
+    KAFKA_EVENT_UP,     /* a connection is made; text = the broker, "host:port" */
+    KAFKA_EVENT_DOWN    /* it is gone, wanted or not */
 } kafka_event_type;
 
 typedef struct kafka_event {
@@ -117,6 +119,31 @@ typedef struct kafka_event {
     void *opaque;
     void *priv;
 } kafka_event;
+
+/* What of a client's errors is one outage, for whoever tells people: all zero = none. One for all clients of an owner. */
+enum {
+    KAFKA_BROKER_BYTES = 288,
+    KAFKA_OUTAGE_BROKERS = 8,
+    KAFKA_OUTAGE_SETTLE_MS = 500,
+    KAFKA_OUTAGE_QUIET_MS = 60000
+};
+typedef struct kafka_outage {
+    bool on, settling;
+    int64_t since_ms, heard_ms, up_ms;
+    size_t n;
+    char said[KAFKA_OUTAGE_BROKERS][KAFKA_BROKER_BYTES];
+} kafka_outage;
+typedef enum kafka_outage_step {
+    KAFKA_OUTAGE_NONE, /* about something else, or what is to be said as it is */
+    KAFKA_OUTAGE_BEGINS,
+    KAFKA_OUTAGE_GOES_ON /* said before */
+} kafka_outage_step;
+/* For each EVENT_ERROR. */
+kafka_outage_step kafka_outage_error(kafka_outage *outage, const kafka_error *error, int64_t now_ms);
+/* For each event that is no ERROR. True: all is connected that was not; look by kafka_outage_over in KAFKA_OUTAGE_SETTLE_MS whether it lasts. */
+bool kafka_outage_link(kafka_outage *outage, const kafka_event *event, int64_t now_ms);
+/* True once for each outage that is over. */
+bool kafka_outage_over(kafka_outage *outage, int64_t now_ms, int64_t *lasted_ms);
 
 typedef struct kafka_header {
     const char *name;
@@ -241,7 +268,7 @@ int kafka_producer_send(kafka_producer *producer, kafka_topic *topic, int32_t pa
                         size_t n_headers, int64_t timestamp_ms, void *opaque, kafka_error *err);
 /* Up to max delivery reports. Also serves logs and errors into the event sink (kafka_producer_poll). */
 size_t kafka_producer_reports(kafka_producer *producer, kafka_report *out, size_t max);
-/* ERROR, LOG, STATS, TOKEN events that reports() met on its way; false = none. Free with kafka_event_free. */
+/* UP, DOWN, and ERROR, LOG, STATS, TOKEN events that reports() met on its way; false = none. Free with kafka_event_free. */
 bool kafka_producer_poll(kafka_producer *producer, kafka_event *event);
 int kafka_producer_queued(kafka_producer *producer); /* messages and reports not yet read */
 bool kafka_producer_fatal(kafka_producer *producer, kafka_error *err);

@@ -39,6 +39,7 @@ struct kafka_producer {
     size_t n_events;
     pthread_mutex_t topics_lock;
     kafka_topic *topics;
+    kafka_links *links;
     kafka_reaper *reaper;
 };
 
@@ -52,18 +53,22 @@ int kafka_producer_open(const kafka_property *props, size_t n_props, bool idempo
     int events = kafka_common_events(props, n_props) | RD_KAFKA_EVENT_DR;
     kafka_producer *producer = calloc(1, sizeof *producer);
     kafka_reaper *reaper = kafka_reaper_new();
-    if (producer == NULL || reaper == NULL || pthread_mutex_init(&producer->topics_lock, NULL) != 0) {
+    kafka_links *links = producer != NULL ? kafka_links_new(&producer->wake) : NULL;
+    if (links == NULL || reaper == NULL || pthread_mutex_init(&producer->topics_lock, NULL) != 0) {
+        kafka_links_del(links);
         free(producer);
         free(reaper);
         return kafka_no_memory(err);
     }
     producer->reaper = reaper;
+    producer->links = reaper->links = links;
     producer->last_event = &producer->first_event;
     producer->wake = wake != NULL ? *wake : none;
-    producer->rk = kafka_client_new(RD_KAFKA_PRODUCER, defaults, idempotent ? 1 : 0, props, n_props, forced,
-                                    idempotent ? 2 : 0, events, err);
+    producer->rk = kafka_client_new_with(kafka_links_prepare, links, RD_KAFKA_PRODUCER, defaults, idempotent ? 1 : 0,
+                                         props, n_props, forced, idempotent ? 2 : 0, events, err);
     if (producer->rk == NULL) {
         pthread_mutex_destroy(&producer->topics_lock);
+        kafka_links_del(links);
         free(reaper);
         free(producer);
         return KAFKA_EKAFKA;
@@ -210,7 +215,7 @@ bool kafka_producer_poll(kafka_producer *producer, kafka_event *event)
 {
     kept_event *kept = producer->first_event;
     memset(event, 0, sizeof *event);
-    if (kept == NULL) return false;
+    if (kept == NULL) return kafka_links_take(producer->links, event);
     *event = kept->event;
     producer->first_event = kept->next;
     if (producer->first_event == NULL) producer->last_event = &producer->first_event;
@@ -253,6 +258,7 @@ void kafka_producer_destroy(kafka_producer *producer, void (*done)(void *ctx), v
 {
     kafka_event event;
     kafka_wake_off(producer->main);
+    kafka_links_close(producer->links);
     rd_kafka_purge(producer->rk, RD_KAFKA_PURGE_F_QUEUE | RD_KAFKA_PURGE_F_INFLIGHT | RD_KAFKA_PURGE_F_NON_BLOCKING);
     if (producer->dr != NULL) rd_kafka_event_destroy(producer->dr);
     while (kafka_producer_poll(producer, &event)) kafka_event_free(&event);

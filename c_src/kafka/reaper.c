@@ -38,6 +38,7 @@ static void *run(void *arg)
     kafka_queues_free(reaper->rk, reaper->queues, reaper->n_queues);
     free(reaper->queues);
     rd_kafka_destroy_flags(reaper->rk, reaper->flags);
+    kafka_links_del(reaper->links);
     kafka_live_add(-1);
     if (reaper->done != NULL) reaper->done(reaper->ctx);
     free(reaper);

@@ -65,20 +65,11 @@ static void on_error(rd_kafka_t *rk, int code, const char *text, void *opaque)
     (void)opaque;
 }
 
-static void on_log(const rd_kafka_t *rk, int level, const char *facility, const char *text)
-{
-    (void)rk;
-    (void)level;
-    (void)facility;
-    (void)text;
-}
-
 static void prepare(rd_kafka_conf_t *conf, void *ctx)
 {
     rd_kafka_conf_set_opaque(conf, ctx);
     rd_kafka_conf_set_dr_msg_cb(conf, on_report);
     rd_kafka_conf_set_error_cb(conf, on_error);
-    rd_kafka_conf_set_log_cb(conf, on_log);
 }
 
 /* ------------------------------------------------------------------ open, destroy */

@@ -13,6 +13,7 @@ enum {
     BUSY_MS = 20,
     COMMIT_PAUSE_MS = 200,
     REFUSED_PAUSE_MS = 5000,
+    PATIENCE_MS = 30000,
     SLICE_US = 400
 };
 
@@ -144,6 +145,24 @@ static void add(ErlNifEnv *env, ERL_NIF_TERM *events, ERL_NIF_TERM name, ERL_NIF
     *events = enif_make_list_cell(env, enif_make_tuple2(env, name, value), *events);
 }
 
+/* {passing, What, Error}: tried again, and nobody need look. */
+static void add_passing(ErlNifEnv *env, ERL_NIF_TERM *events, ERL_NIF_TERM what, const kafka_error *error)
+{
+    *events =
+        enif_make_list_cell(env, enif_make_tuple3(env, atoms.passing, what, term_kafka_error(env, error)), *events);
+}
+
+/* The group moves on, a coordinator moves: it goes with the next commit. What does not for PATIENCE_MS has another cause. */
+static void commit_failed(engine *e, const kafka_error *error, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    kafka_verdict verdict = kafka_error_verdict(error->code);
+    if (!e->commit_failing) e->commit_failing = now;
+    if (verdict == KAFKA_ANSWERED || (verdict == KAFKA_RETRIED && now - e->commit_failing < PATIENCE_MS))
+        add_passing(env, events, atoms.commit, error);
+    else
+        add(env, events, atoms.commit_failed, term_kafka_error(env, error));
+}
+
 static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
     bool failed = event->error.code != 0;
@@ -171,24 +190,37 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
         /* Incrementally, what stays is committed while the rest of the group moves: nothing is wrong, it goes with the next. */
         bool expected = e->config.cooperative && kafka_error_rebalancing(err.code);
         e->commit_again = expected;
-        if (!expected) add(env, events, atoms.commit_failed, term_kafka_error(env, &err));
+        if (!expected) commit_failed(e, &err, env, events, now);
         e->commit_due = now + COMMIT_PAUSE_MS;
         /* Refused for good: of this generation it is no member any more. librdkafka says so by an event of its own, soon. */
         if (!expected && kafka_error_verdict(err.code) == KAFKA_ANSWERED)
             e->commit_due = e->commit_refused_until = now + REFUSED_PAUSE_MS;
-    } else if (e->commit_due == INT64_MAX) {
-        e->commit_due = now + e->config.commit_interval_ms; /* the floor may have moved meanwhile */
+        return;
     }
+    e->commit_failing = 0;
+    if (e->commit_due == INT64_MAX)
+        e->commit_due = now + e->config.commit_interval_ms; /* the floor may have moved meanwhile */
 }
 
 /* ------------------------------------------------------------------ the owner's poll */
+static void add_error(engine *e, const kafka_error *error, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
+{
+    switch (kafka_outage_error(&e->outage, error, now)) {
+    case KAFKA_OUTAGE_NONE: add(env, events, atoms.error, term_kafka_error(env, error)); break;
+    case KAFKA_OUTAGE_BEGINS: add(env, events, atoms.outage, term_kafka_error(env, error)); break;
+    case KAFKA_OUTAGE_GOES_ON: add_passing(env, events, atoms.connection, error); break;
+    }
+}
+
 static void simple_event(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
     switch (event->type) {
     case KAFKA_EVENT_ASSIGN:
     case KAFKA_EVENT_REVOKE: engine_rebalance_event(e, event, env, events, now); break;
     case KAFKA_EVENT_COMMIT: committed(e, event, env, events, now); break;
-    case KAFKA_EVENT_ERROR: add(env, events, atoms.error, term_kafka_error(env, &event->error)); break;
+    case KAFKA_EVENT_ERROR: add_error(e, &event->error, env, events, now); break;
+    case KAFKA_EVENT_UP:
+    case KAFKA_EVENT_DOWN: kafka_outage_link(&e->outage, event, now); break;
     case KAFKA_EVENT_LOG:
         *events = enif_make_list_cell(
             env, enif_make_tuple3(env, atoms.log, enif_make_int(env, event->level), term_text(env, event->text)),
@@ -459,6 +491,7 @@ static int64_t earliest(engine *e, int64_t now)
     else
         SOONER(modes_due(e, now));
     SOONER(isolate_due(e, now));
+    if (e->outage.settling) SOONER(e->outage.up_ms + KAFKA_OUTAGE_SETTLE_MS);
     for (size_t i = 0; i < e->n_topics; i++)
         if (e->topics[i]->told_error && e->topics[i]->written && now - e->topics[i]->failed_at < WORKS_MS)
             SOONER(e->topics[i]->failed_at + WORKS_MS);
@@ -506,6 +539,8 @@ static void note_broken(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t
         add(env, events, atoms.reopen, term_kafka_error(env, &e->consumer_error));
         e->reopen_asked = now;
     }
+    int64_t lasted;
+    if (kafka_outage_over(&e->outage, now, &lasted)) add(env, events, atoms.connected, enif_make_int64(env, lasted));
     if (e->read_error.code) {
         add(env, events, atoms.error, term_kafka_error(env, &e->read_error));
         e->read_error.code = 0;

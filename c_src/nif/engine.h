@@ -206,11 +206,12 @@ struct engine {
     bool close_waits; /* for what is in work, and not for its dead letters alone */
 
     bool commit_in_flight;
-    bool commit_again;    /* the last one was refused because the group is just sharing out */
-    int64_t commit_due;   /* INT64_MAX: nothing changed */
-    int64_t prompt_until; /* until then a commit is due at once */
-    bool restart_asked;   /* of some part, since the round of renewals began */
-    char anew[160];       /* whose marker topic was made anew, to be told */
+    bool commit_again;      /* the last one was refused because the group is just sharing out */
+    int64_t commit_failing; /* since when; 0: the last one was acknowledged */
+    int64_t commit_due;     /* INT64_MAX: nothing changed */
+    int64_t prompt_until;   /* until then a commit is due at once */
+    bool restart_asked;     /* of some part, since the round of renewals began */
+    char anew[160];         /* whose marker topic was made anew, to be told */
     int64_t renew_due, flush_due, rebuild_asked;
 
     ErlNifTime slice; /* when the present call began */
@@ -227,6 +228,7 @@ struct engine {
     int64_t reopen_asked, commit_refused_until;
     engine_note end_note;
     kafka_error read_error; /* of a partition, to be told; code 0: none */
+    kafka_outage outage;    /* of both clients */
 
     isolate_member isolate;
 

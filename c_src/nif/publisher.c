@@ -66,6 +66,7 @@ typedef struct publisher {
     size_t n_waiters;
     ErlNifPid owner;
     bool owner_alive, ready_sent;
+    kafka_outage outage;
 } publisher;
 
 static void send_simple(publisher *p, const ErlNifPid *to, ErlNifEnv *caller_env, ERL_NIF_TERM what)
@@ -91,7 +92,7 @@ static ERL_NIF_TERM item_term(ErlNifEnv *env, const item *i)
 {
     if (!i->error) return enif_make_tuple2(env, enif_make_int(env, i->partition), enif_make_int64(env, i->offset));
     kafka_error err;
-    kafka_error_set(&err, i->error, "not published");
+    kafka_error_set(&err, i->error, "not published: %s", kafka_error_text(i->error));
     return term_error(env, &err);
 }
 
@@ -512,14 +513,28 @@ KMQ_NIF(nif_publisher_space)
 }
 
 /* ------------------------------------------------------------------ reports */
+static ERL_NIF_TERM error_term(ErlNifEnv *env, publisher *p, const kafka_error *error)
+{
+    ERL_NIF_TERM term = term_kafka_error(env, error);
+    switch (kafka_outage_error(&p->outage, error, enif_monotonic_time(ERL_NIF_MSEC))) {
+    case KAFKA_OUTAGE_BEGINS: return enif_make_tuple2(env, atoms.outage, term);
+    case KAFKA_OUTAGE_GOES_ON: return enif_make_tuple3(env, atoms.passing, atoms.connection, term);
+    case KAFKA_OUTAGE_NONE: break;
+    }
+    return enif_make_tuple2(env, atoms.error, term);
+}
+
 static ERL_NIF_TERM events_term(ErlNifEnv *env, publisher *p)
 {
     kafka_event event;
+    int64_t lasted, now = enif_monotonic_time(ERL_NIF_MSEC);
     ERL_NIF_TERM list = enif_make_list(env, 0);
     while (kafka_producer_poll(p->producer, &event)) {
         if (event.type == KAFKA_EVENT_ERROR)
-            list =
-                enif_make_list_cell(env, enif_make_tuple2(env, atoms.error, term_kafka_error(env, &event.error)), list);
+            list = enif_make_list_cell(env, error_term(env, p, &event.error), list);
+        else if (kafka_outage_link(&p->outage, &event, now))
+            list = enif_make_list_cell(
+                env, enif_make_tuple2(env, atoms.settling, enif_make_int(env, KAFKA_OUTAGE_SETTLE_MS)), list);
         else if (event.type == KAFKA_EVENT_LOG)
             list = enif_make_list_cell(
                 env, enif_make_tuple3(env, atoms.log, enif_make_int(env, event.level), term_text(env, event.text)),
@@ -528,6 +543,8 @@ static ERL_NIF_TERM events_term(ErlNifEnv *env, publisher *p)
             list = enif_make_list_cell(env, enif_make_tuple2(env, atoms.token, term_text(env, event.text)), list);
         kafka_event_free(&event);
     }
+    if (kafka_outage_over(&p->outage, now, &lasted))
+        list = enif_make_list_cell(env, enif_make_tuple2(env, atoms.connected, enif_make_int64(env, lasted)), list);
     enif_make_reverse_list(env, list, &list);
     return list;
 }

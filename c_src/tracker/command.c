@@ -23,7 +23,7 @@
  *   redelivered, dead_lettered #{topic, partition, cause, count, lateness_ms (mean), lateness_max_ms, lateness_min_ms};
  *   gone #{topic, partition, count, offset}; malformed #{topic, partition, malformed, foreign, offset}, late_acks #{topic, partition, count} (counts since the last one);
  *   marker_gap #{topic, partition, from, to, open, reason (retention | no_commit | no_checkpoint | recreated)}; alarm #{reason, topic, partition, text} (at most every 30 s each); error #{name, code,
- *   retriable, fatal, text}; log #{level, text}; gauges #{in_flight, waiting, partitions => [#{topic, partition, open, lag,
+ *   retriable, fatal, text}; passing: the same with reason, for what is tried again and no alarm before 30 s; outage: the same as error, told once until connected #{ms}; log #{level, text}; gauges #{in_flight, waiting, partitions => [#{topic, partition, open, lag,
  *   oldest_age_ms, next_due_ms, due, checkpoint_age_ms, checkpoint_as_of}]} each second (-1: does not apply). Sums are told every 100 ms. Events are dropped, replies never, when nobody reads them.
  *
  *   Options that are not known are skipped. A frame that is not a command ends the program (status 1, a line on stderr). */

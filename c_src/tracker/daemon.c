@@ -342,8 +342,8 @@ static int level_of(const event *e)
     static const struct {
         const char *event;
         int level;
-    } levels[] = {{"alarm", 3}, {"marker_gap", 3}, {"error", 4},    {"dead_lettered", 4},
-                  {"gone", 4},  {"malformed", 4},  {"late_acks", 4}};
+    } levels[] = {{"alarm", 3}, {"marker_gap", 3}, {"error", 4},     {"outage", 4}, {"dead_lettered", 4},
+                  {"gone", 4},  {"malformed", 4},  {"late_acks", 4}, {"passing", 7}};
     if (strcmp(e->name, "log") == 0) return (int)number_of(e, "level");
     for (size_t i = 0; i < sizeof levels / sizeof levels[0]; i++)
         if (strcmp(e->name, levels[i].event) == 0) return levels[i].level;
@@ -406,7 +406,8 @@ static void write_line(tracker_daemon *daemon, const event *e)
     char when[32];
     bool json = daemon->settings->json;
     int level = level_of(e);
-    if (strcmp(e->name, "log") == 0 && level > daemon->settings->log_level) return;
+    bool details = strcmp(e->name, "log") == 0 || strcmp(e->name, "passing") == 0;
+    if (details && level > daemon->settings->log_level) return;
     clock_gettime(CLOCK_REALTIME, &now);
     gmtime_r(&now.tv_sec, &utc);
     strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%S", &utc);

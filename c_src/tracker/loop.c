@@ -68,64 +68,6 @@ void tracker_event_send(tracker *t)
     frame_out_put(&t->out, t->scratch.buff, (size_t)t->scratch.index);
 }
 
-void tracker_part_event(tracker *t, const char *name, const tracker_part *part, int more_pairs)
-{
-    tracker_event_begin(&t->scratch, name, 2 + more_pairs);
-    tracker_pair_text(&t->scratch, "topic", part->queue->topic);
-    tracker_pair_int(&t->scratch, "partition", part->partition);
-}
-
-void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char *topic, int32_t partition,
-                   const char *format, ...)
-{
-    char text[1024];
-    if (*last_ms && t->now_ms - *last_ms < TRACKER_ALARM_MS) return;
-    *last_ms = t->now_ms ? t->now_ms : 1;
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    tracker_event_begin(&t->scratch, "alarm", 4);
-    tracker_pair_atom(&t->scratch, "reason", reason);
-    tracker_pair_text(&t->scratch, "topic", topic);
-    tracker_pair_int(&t->scratch, "partition", partition);
-    tracker_pair_text(&t->scratch, "text", text);
-    tracker_event_send(t);
-}
-
-void tracker_error_event(tracker *t, const kafka_error *err)
-{
-    tracker_event_begin(&t->scratch, "error", 5);
-    tracker_pair_text(&t->scratch, "name", err->name);
-    tracker_pair_int(&t->scratch, "code", err->code);
-    tracker_pair_atom(&t->scratch, "retriable", err->retriable ? "true" : "false");
-    tracker_pair_atom(&t->scratch, "fatal", err->fatal ? "true" : "false");
-    tracker_pair_text(&t->scratch, "text", err->text);
-    tracker_event_send(t);
-}
-
-void tracker_log_event(tracker *t, int level, const char *text)
-{
-    tracker_event_begin(&t->scratch, "log", 2);
-    tracker_pair_int(&t->scratch, "level", level);
-    tracker_pair_text(&t->scratch, "text", text);
-    tracker_event_send(t);
-}
-
-void tracker_partitions_event(tracker *t, const char *name, const kafka_partition *partitions, size_t n)
-{
-    tracker_event_begin(&t->scratch, name, 1);
-    tracker_put_atom(&t->scratch, "partitions");
-    for (size_t i = 0; i < n; i++) {
-        ei_x_encode_list_header(&t->scratch, 1);
-        ei_x_encode_tuple_header(&t->scratch, 2);
-        tracker_put_text(&t->scratch, partitions[i].topic);
-        tracker_put_int(&t->scratch, partitions[i].partition);
-    }
-    ei_x_encode_empty_list(&t->scratch);
-    tracker_event_send(t);
-}
-
 static void reply_atom(tracker *t, int64_t id, const char *atom)
 {
     tracker_reply_begin(&t->scratch, id);
@@ -386,8 +328,7 @@ static void check_done(helper_job *job, void *owner)
     t->check_ms = t->now_ms + RETRY_MS;
     if (t->mode != MODE_CHECKING) goto done;
     if (check->rc != KAFKA_OK) {
-        tracker_alarm(t, &t->alarm_ms[ALARM_CHECK], "kafka", NULL, -1, "cannot look at the topics: %s",
-                      check->error.text);
+        tracker_failed(t, ALARM_CHECK, &check->error, "kafka", "cannot look at the topics");
         goto done;
     }
     for (size_t i = 0; i < t->config.n_queues; i++) {
@@ -745,7 +686,7 @@ static void consumer_events(tracker *t)
         case KAFKA_EVENT_REVOKE: on_revoke(t, &event); break;
         case KAFKA_EVENT_COMMIT: tracker_commit_done(t, &event); break;
         case KAFKA_EVENT_ERROR:
-            tracker_error_event(t, &event.error);
+            tracker_client_error(t, &event.error);
             if (event.error.fatal) { /* the owner starts us again: all state is in M */
                 fprintf(stderr, "kmq_tracker: %s\n", event.error.text);
                 t->status = 2;
@@ -754,6 +695,8 @@ static void consumer_events(tracker *t)
             break;
         case KAFKA_EVENT_LOG: tracker_log_event(t, event.level, event.text); break;
         case KAFKA_EVENT_TOKEN: tracker_token_want(t); break;
+        case KAFKA_EVENT_UP:
+        case KAFKA_EVENT_DOWN: kafka_outage_link(&t->outage, &event, t->now_ms); break;
         case KAFKA_EVENT_STATS:
         case KAFKA_EVENT_NONE: break;
         }
@@ -849,6 +792,7 @@ static void turn(tracker *t)
     }
     if (t->now_ms >= t->tick_ms) {
         t->tick_ms = t->now_ms + TRACKER_TICK_MS;
+        tracker_outage_step(t);
         if (t->mode == MODE_RUNNING) gauges(t);
     }
     if (t->daemon && t->now_ms >= t->metrics_ms) metrics(t);

@@ -335,11 +335,13 @@ static void ask_done(helper_job *job, void *owner)
     }
     /* librdkafka before 2.1 tells a missing right as a time-out */
     const char *name = ask->error.name;
-    bool right = ask->rc != KAFKA_OK && (strcmp(name, "_TIMED_OUT") == 0 || strstr(name, "AUTHORIZATION"));
-    if (ask->rc != KAFKA_OK)
+    bool right = strcmp(name, "_TIMED_OUT") == 0 || strstr(name, "AUTHORIZATION");
+    if (ask->rc != KAFKA_OK && right)
         tracker_alarm(t, &t->alarm_ms[ALARM_ASK], "group_commits", NULL, -1,
-                      "cannot read the commits of group %s%s: %s", t->config.group,
-                      right ? " (does it have the right DESCRIBE on it?)" : "", ask->error.text);
+                      "cannot read the commits of group %s (does it have the right DESCRIBE on it?): %s",
+                      t->config.group, ask->error.text);
+    else if (ask->rc != KAFKA_OK)
+        tracker_failed(t, ALARM_ASK, &ask->error, "group_commits", "cannot read the commits of its group");
     free(ask->partitions);
     free(ask);
 }
@@ -477,7 +479,7 @@ void tracker_commits_send(tracker *t)
     }
     kafka_error err;
     if (kafka_consumer_commit(t->consumer, commit->partitions, commit->n, commit, &err) != KAFKA_OK) {
-        tracker_alarm(t, &t->alarm_ms[ALARM_COMMIT], "commit", NULL, -1, "%s", err.text);
+        tracker_failed(t, ALARM_COMMIT, &err, "commit", "not sent");
         commit_free(commit);
         return;
     }
@@ -508,7 +510,10 @@ void tracker_commit_done(tracker *t, const kafka_event *event)
         tracker_part_put(part);
     }
     /* A commit that a rebalance has overtaken is refused, as it should be: the next owner's counts. */
-    if (code && t->mode == MODE_RUNNING)
-        tracker_alarm(t, &t->alarm_ms[ALARM_COMMIT], "commit", NULL, -1, "refused: %s", kafka_error_name(code));
+    if (code && t->mode == MODE_RUNNING) {
+        kafka_error err;
+        kafka_error_set(&err, code, "%s", kafka_error_name(code));
+        tracker_failed(t, ALARM_COMMIT, &err, "commit", "refused");
+    }
     commit_free(commit);
 }

@@ -380,8 +380,7 @@ static void recover_done(helper_job *job, void *owner)
         return;
     }
     if (recover->rc != KAFKA_OK) {
-        tracker_alarm(t, &t->alarm_ms[ALARM_ASSIGN], "assignment", NULL, -1, "cannot find out where to begin: %s",
-                      recover->error.text);
+        tracker_failed(t, ALARM_ASSIGN, &recover->error, "assignment", "cannot find out where to begin");
         recover->job.next = t->recover_waiting;
         t->recover_waiting = &recover->job;
         t->recover_retry_ms = t->now_ms + RETRY_MS;

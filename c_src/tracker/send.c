@@ -361,8 +361,9 @@ void tracker_producer_step(tracker *t)
     while (kafka_producer_poll(t->producer, &event)) {
         if (event.type == KAFKA_EVENT_LOG) tracker_log_event(t, event.level, event.text);
         if (event.type == KAFKA_EVENT_TOKEN) tracker_token_want(t);
+        kafka_outage_link(&t->outage, &event, t->now_ms);
         if (event.type == KAFKA_EVENT_ERROR) {
-            tracker_error_event(t, &event.error);
+            tracker_client_error(t, &event.error);
             fatal |= event.error.fatal;
         }
         kafka_event_free(&event);

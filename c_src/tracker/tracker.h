@@ -274,6 +274,11 @@ typedef enum tracker_alarm_kind {
     ALARM_KINDS
 } tracker_alarm_kind;
 
+/* Of each of these: whether it is one trouble with the last one of its kind. */
+typedef struct tracker_trouble {
+    int64_t since_ms, heard_ms;
+} tracker_trouble;
+
 typedef enum tracker_mode {
     MODE_IDLE,     /* not configured */
     MODE_CHECKING, /* do the topics exist */
@@ -346,6 +351,8 @@ struct tracker {
     bool witnessing; /* one partition at a time */
     int64_t witness_ms;
     int64_t alarm_ms[ALARM_KINDS];
+    tracker_trouble troubles[ALARM_KINDS];
+    kafka_outage outage; /* of consumer and producer */
     int64_t n_redelivered, n_dead_lettered, n_gone, n_told /* of their sum */;
     int64_t n_ahead /* of what was due: read before */;
 };
@@ -358,17 +365,24 @@ int tracker_run_daemon(tracker_settings *settings, int out_fd, int signal_fd);
 _Noreturn void tracker_no_memory(void);
 void *tracker_alloc(size_t size); /* zeroed; never NULL */
 int64_t tracker_now_ms(void);
-void tracker_event_send(tracker *t); /* what was written into t->scratch */
+void tracker_event_send(tracker *t);                              /* what was written into t->scratch */
+tracker_queue *tracker_queue_of(tracker *t, const char *markers); /* NULL: none of ours */
+void tracker_token_want(tracker *t);                              /* a client asked for one */
+
+/* tell.c */
 /* Begins an event about a part: topic, partition, and more_pairs to follow. */
 void tracker_part_event(tracker *t, const char *name, const tracker_part *part, int more_pairs);
 void tracker_partitions_event(tracker *t, const char *name, const kafka_partition *partitions, size_t n);
-tracker_queue *tracker_queue_of(tracker *t, const char *markers); /* NULL: none of ours */
 /* {event, alarm, #{reason, topic, partition, text}}; at most every TRACKER_ALARM_MS per last_ms. */
 void tracker_alarm(tracker *t, int64_t *last_ms, const char *reason, const char *topic, int32_t partition,
                    const char *format, ...) __attribute__((format(printf, 6, 7)));
 void tracker_error_event(tracker *t, const kafka_error *err);
 void tracker_log_event(tracker *t, int level, const char *text);
-void tracker_token_want(tracker *t); /* a client asked for one */
+/* An error of a client: an outage is told once, and by the step that it is over. */
+void tracker_client_error(tracker *t, const kafka_error *err);
+void tracker_outage_step(tracker *t);
+/* What is tried again: {event, passing, #{reason, name, code, retriable, fatal, text}}, or an alarm. */
+void tracker_failed(tracker *t, tracker_alarm_kind kind, const kafka_error *err, const char *reason, const char *what);
 
 /* recover.c: where to begin */
 void tracker_recover(tracker *t, const kafka_partition *partitions,

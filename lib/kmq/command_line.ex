@@ -3,7 +3,7 @@ defmodule Kmq.CommandLine do
   # What the mix tasks share: arguments, plain and JSON output, exit codes. 0 = done, 1 = it failed, 2 = wrong arguments. What failed is a
   # line on standard error; with --json also an object on standard output, {"error":{"reason":...,"message":...,"retriable":...}}.
 
-  alias Kmq.Error
+  alias Kmq.{Error, Options}
 
   @common [hosts: :string, options: :string, json: :boolean, help: :boolean]
 
@@ -20,12 +20,24 @@ defmodule Kmq.CommandLine do
         IO.puts(usage)
 
       wrong != [] ->
-        bad_usage("unknown or incomplete option #{wrong |> hd() |> elem(0)}")
+        bad_usage("unknown or incomplete option #{unknown(wrong, @common ++ switches)}")
 
       true ->
         Mix.Task.run("app.start")
         Logger.configure(level: :error)
+        Application.put_env(:kmq, :waiting, :stderr)
         finish(call(fun, words, options), options)
+    end
+  end
+
+  defp unknown([{option, _value} | _], switches) do
+    names =
+      for {name, _type} <- switches,
+          do: "--" <> (name |> to_string() |> String.replace("_", "-"))
+
+    case Options.meant(option, names) do
+      nil -> option
+      meant -> "#{option}, #{meant}"
     end
   end
 
@@ -93,6 +105,27 @@ defmodule Kmq.CommandLine do
     exit({:shutdown, 2})
   end
 
+  @doc "The value of a `--header`."
+  @spec header(String.t()) :: {String.t(), String.t()}
+  def header(text) do
+    case String.split(text, "=", parts: 2) do
+      [name, value] -> {name, value}
+      [_] -> raise ArgumentError, "expected --header NAME=VALUE, got: #{text}"
+    end
+  end
+
+  @doc "A moment, of the option of that name."
+  @spec at(atom, String.t()) :: DateTime.t()
+  def at(name, text) do
+    case DateTime.from_iso8601(text) do
+      {:ok, at, _offset} ->
+        at
+
+      {:error, _} ->
+        raise ArgumentError, "expected --#{name} as 2026-12-24T18:00:00Z, got: #{text}"
+    end
+  end
+
   @doc "Key, value and such on lines, or as JSON."
   @spec put(term, keyword, (term -> iodata)) :: :ok
   def put(value, options, plain) do
@@ -125,6 +158,11 @@ defmodule Kmq.CommandLine do
   @spec printable(binary | nil) :: String.t()
   def printable(nil), do: "-"
   def printable(text), do: if(String.printable?(text), do: text, else: inspect(text, limit: 40))
+
+  @doc "A time for a person."
+  @spec seconds(integer) :: String.t()
+  def seconds(ms) when ms < 10_000, do: "#{Float.round(ms / 1_000, 1)} s"
+  def seconds(ms), do: "#{div(ms, 1_000)} s"
 
   @doc "JSON; bytes that are no text are `{\"base64\": ...}`."
   @spec json(term) :: iodata

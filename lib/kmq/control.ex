@@ -137,27 +137,23 @@ defmodule Kmq.Control do
   @doc "The offset of a place."
   @spec position(Kmq.Config.t(), partition, place) :: {:ok, non_neg_integer} | {:error, Error.t()}
   def position(config, {topic, partition}, to) do
-    with {:ok, admin} <- native(Security.admin_open(config.admin_props, @ask_ms)) do
-      try do
-        with {:ok, {low, high}} <-
-               native(:kmq_nif.admin_watermarks(admin, topic, partition, @ask_ms)),
-             {:ok, offset} <- offset(to, admin, topic, partition, low, high) do
-          if offset in low..high, do: {:ok, offset}, else: out_of_range(offset, low, high)
-        end
-      after
-        :kmq_nif.admin_close(admin)
+    Security.with_admin(config.admin_props, @ask_ms, fn admin ->
+      with {:ok, {low, high}} <-
+             :kmq_nif.admin_watermarks(admin, topic, partition, @ask_ms),
+           {:ok, offset} <- offset(to, admin, topic, partition, low, high) do
+        if offset in low..high, do: {:ok, offset}, else: out_of_range(offset, low, high)
       end
-    end
+    end)
+    |> native()
   end
 
   defp offset(:beginning, _admin, _topic, _partition, low, _high), do: {:ok, low}
   defp offset(:end, _admin, _topic, _partition, _low, high), do: {:ok, high}
 
   defp offset({:timestamp, ms}, admin, topic, partition, _low, high) do
-    with {:ok, cluster} <- native(:kmq_nif.admin_cluster_id(admin, @ask_ms)),
+    with {:ok, cluster} <- :kmq_nif.admin_cluster_id(admin, @ask_ms),
          :ok <- real(cluster),
-         {:ok, offset} <-
-           native(:kmq_nif.admin_offset_for_time(admin, topic, partition, ms, @ask_ms)) do
+         {:ok, offset} <- :kmq_nif.admin_offset_for_time(admin, topic, partition, ms, @ask_ms) do
       {:ok, if(offset >= 0, do: offset, else: high)}
     end
   end

@@ -23,7 +23,7 @@ defmodule Kmq.DeadLetters do
   """
 
   require Logger
-  alias Kmq.{Config, DeadLetter, Error, Options, Publisher, Security, Topics}
+  alias Kmq.{Config, DeadLetter, Error, Options, Publisher, Reach, Security, Topics}
   alias Options.Types
 
   @read_ms 15_000
@@ -222,34 +222,31 @@ defmodule Kmq.DeadLetters do
 
   # ---- reading
 
-  defp open(run, group) do
-    # What a transaction wrote and gave up is nobody's dead letter.
-    props =
-      [{"group.id", group}, {"isolation.level", "read_committed"}] ++
-        Enum.reject(run.props, fn {name, _} -> name in ["group.id", "isolation.level"] end)
+  # What a transaction wrote and gave up is nobody's dead letter.
+  defp props(run, group) do
+    [{"group.id", group}, {"isolation.level", "read_committed"}] ++
+      Enum.reject(run.props, fn {name, _} -> name in ["group.id", "isolation.level"] end)
+  end
 
-    case Security.admin_open(props, @read_ms) do
-      {:ok, admin} -> {:ok, admin}
-      {:error, error} -> {:error, Error.from_native(error, "a client for #{run.bootstrap}")}
-    end
+  defp open(run, group) do
+    with {:error, error} <- Security.admin_open(props(run, group), @read_ms),
+         do: {:error, opened(error, run)}
   end
 
   defp with_admin(run, group, fun) do
-    with {:ok, admin} <- open(run, group) do
-      try do
-        fun.(admin)
-      after
-        :kmq_nif.admin_close(admin)
-      end
-    end
+    with {:error, error} <- Security.with_admin(props(run, group), @read_ms, fun),
+         do: {:error, opened(error, run)}
   end
+
+  defp opened(error, run), do: Error.from_native(error, "a client for #{run.bootstrap}")
 
   # What there is to read, [{partition, from, to}]: from the beginning, or from the group's position.
   defp spans(admin, run, from_position?) do
     topic = run.dead_letter_topic
 
-    with {:ok, {n, _replication}} <- native(:kmq_nif.admin_partitions(admin, topic, @read_ms)),
-         true <- n > 0 || {:error, missing(topic)},
+    with {:ok, id} <- Reach.cluster_id(admin, run.bootstrap, @read_ms),
+         {:ok, n} <- native(Reach.partitions(admin, id, topic, @read_ms)),
+         true <- n > 0 || {:error, missing(admin, run)},
          {:ok, positions} <- positions(admin, topic, n, from_position?) do
       Enum.reduce_while(0..(n - 1), {:ok, []}, fn partition, {:ok, spans} ->
         case native(:kmq_nif.admin_watermarks(admin, topic, partition, @read_ms)) do
@@ -275,7 +272,25 @@ defmodule Kmq.DeadLetters do
     end
   end
 
-  defp missing(topic), do: Error.new(:topic_missing, "topic #{inspect(topic)} does not exist")
+  # It is the queue topic that was named.
+  defp missing(admin, run) do
+    topics = Reach.topics(admin, @read_ms)
+    queues = topics |> Enum.map(&String.replace_suffix(&1, "__undelivered", "")) |> Enum.uniq()
+
+    hint =
+      cond do
+        run.topic in topics ->
+          ": no dead letter of #{inspect(run.topic)} was ever written, or it has another name (:dead_letter_topic)"
+
+        meant = Options.meant(run.topic, queues) ->
+          ": " <> meant
+
+        true ->
+          ""
+      end
+
+    Error.new(:topic_missing, "topic #{inspect(run.dead_letter_topic)} does not exist#{hint}")
+  end
 
   # The next letters of a span, and what is left of it (nil: nothing).
   defp read(admin, run, {partition, from, to}) do

@@ -99,6 +99,25 @@ defmodule Kmq.Error do
   end
 
   @doc false
+  # A program of priv that cannot be started.
+  @spec no_program(reason, Path.t(), term) :: t
+  def no_program(reason, path, why) do
+    text =
+      case why do
+        :enoent ->
+          "is not there. Build kmq again (`mix deps.compile kmq --force`); in a release, see that it takes the `priv` folder of kmq with it"
+
+        :eacces ->
+          "may not be executed: has it lost its x bit, is its file system mounted noexec?"
+
+        other ->
+          "cannot be started: #{inspect(other)}"
+      end
+
+    new(reason, "the program #{path} #{text}")
+  end
+
+  @doc false
   # What the NIF, the tracker and the sandbox give back behind `:error`.
   @spec from_native(term, String.t() | nil) :: t
   def from_native(error, context \\ nil)

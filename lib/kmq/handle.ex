@@ -17,11 +17,14 @@ defmodule Kmq.Handle do
 
   alias Kmq.{
     Advice,
+    Beginning,
+    CommandLine,
     Config,
     Control,
     Error,
     Info,
     LetterWriter,
+    Noted,
     Receipt,
     Security,
     Telemetry,
@@ -41,7 +44,6 @@ defmodule Kmq.Handle do
   @type refusal ::
           {integer, integer, Kmq.failure()}
 
-  @admin_timeout 10_000
   @retry_causes %{failed: {0, 1}, released: {2, 0}, snoozed: {3, 0}, rejected: {4, 3}}
 
   # ---- for the borrower
@@ -340,6 +342,8 @@ defmodule Kmq.Handle do
           timer: nil,
           timer_at: nil,
           resolver: nil,
+          # How often in a row it was not found out where to begin.
+          unresolved: 0,
           resets: %{},
           seeks: %{},
           begun: MapSet.new(),
@@ -623,12 +627,14 @@ defmodule Kmq.Handle do
         {:DOWN, monitor, :process, _pid, reason},
         %{resolver: {_, monitor, epoch, partitions}} = state
       ) do
+    state = %{state | resolver: nil}
+
     case reason do
       {:resolved, positions} ->
-        {:noreply, assign(%{state | resolver: nil}, epoch, positions)}
+        {:noreply, assign(%{state | unresolved: 0}, epoch, positions)}
 
-      _crash ->
-        {:noreply, resolve(%{state | resolver: nil}, epoch, partitions, 1_000)}
+      failed ->
+        {:noreply, state |> unresolved(failed) |> resolve(epoch, partitions, 1_000)}
     end
   end
 
@@ -751,7 +757,7 @@ defmodule Kmq.Handle do
     if Enum.any?(state.resets, fn {_, {s, _, _, _}} -> s == slot end) do
       state
     else
-      look = fn -> find_position(state.config, topic, partition, position) end
+      look = fn -> Beginning.instead_of(state.config, topic, partition, position) end
       %{state | resets: Map.put(state.resets, run(look, 0), {slot, topic, partition, position})}
     end
   end
@@ -876,6 +882,22 @@ defmodule Kmq.Handle do
     end
   end
 
+  # Brokers are out of reach: said once, and when they are there again. What both clients say meanwhile is the same.
+  defp event({:outage, error}, state) do
+    error = Error.from_native(error)
+    Logger.warning("kmq: #{name(state)}: #{error.message}; it connects again by itself")
+    telemetry([:error], %{count: 1}, state, %{error: error})
+    state
+  end
+
+  defp event({:connected, ms}, state) do
+    Logger.info("kmq: #{name(state)}: connected again after #{CommandLine.seconds(ms)}")
+    telemetry([:recovered], %{count: 1}, state, %{what: :connection})
+    state
+  end
+
+  defp event({:passing, what, error}, state), do: passing(state, what, Error.from_native(error))
+
   defp event({:log, level, text}, state) do
     Logger.log(log_level(level), fn -> "kmq: #{name(state)}: librdkafka: #{text}" end)
     state
@@ -935,14 +957,14 @@ defmodule Kmq.Handle do
   defp log_level(level) when level <= 2, do: :error
   defp log_level(_level), do: :debug
 
-  # A trouble is said when it begins; it is over, and would be said again, when it did not come for @quiet_ms.
-  @quiet_ms 30_000
-
-  defp note(state, what, fun) do
-    now = System.monotonic_time(:millisecond)
-    if now - Map.get(state.noted, what, now - 2 * @quiet_ms) > @quiet_ms, do: fun.()
-    %{state | noted: Map.put(state.noted, what, now)}
+  # Tried again, and nobody need look.
+  defp passing(state, what, error) do
+    Logger.debug(fn -> "kmq: #{name(state)}: #{what}: #{error.message}" end)
+    telemetry([:error, :passing], %{count: 1}, state, %{what: what, error: error})
+    state
   end
+
+  defp note(state, what, fun), do: %{state | noted: Noted.note(state.noted, what, fun)}
 
   # ---- order
 
@@ -972,11 +994,37 @@ defmodule Kmq.Handle do
     {_pid, monitor} =
       spawn_monitor(fn ->
         if delay > 0, do: :timer.sleep(delay)
-        exit({:resolved, fun.()})
+        exit(answer(fun))
       end)
 
     monitor
   end
+
+  # Raised in a process of its own it would be a stack trace in the log.
+  defp answer(fun) do
+    {:resolved, fun.()}
+  rescue
+    error -> {:failed, error}
+  end
+
+  @unresolved_most 3
+
+  # A leader or a coordinator moves: it passes. What does not, or cannot, is told.
+  defp unresolved(state, {:failed, error}) do
+    error = if is_struct(error, Error), do: error, else: Error.new(:kafka, inspect(error))
+    state = %{state | unresolved: state.unresolved + 1}
+
+    if error.retriable? and state.unresolved < @unresolved_most do
+      passing(state, :assignment, error)
+    else
+      note(state, {:unresolved, error.reason}, fn ->
+        Logger.error("kmq: #{name(state)}: #{error.message}; tried again until it works")
+        telemetry([:error], %{count: 1}, state, %{error: error})
+      end)
+    end
+  end
+
+  defp unresolved(state, _killed), do: state
 
   defp resolve(state, epoch, partitions, delay) do
     state = stop_resolvers(state)
@@ -989,7 +1037,7 @@ defmodule Kmq.Handle do
         receive do
           :stop -> :ok
         after
-          delay -> exit({:resolved, positions(config, partitions, resets, seen)})
+          delay -> exit(answer(fn -> Beginning.positions(config, partitions, resets, seen) end))
         end
       end)
 
@@ -998,9 +1046,9 @@ defmodule Kmq.Handle do
 
   # A start begins anew, a rebalance does not.
   defp resets(%{config: %{begin_offset: :reset}} = state, partitions),
-    do: Map.new(partitions -- MapSet.to_list(state.begun), &{&1, true})
+    do: partitions |> MapSet.new() |> MapSet.difference(state.begun)
 
-  defp resets(_state, _partitions), do: %{}
+  defp resets(_state, _partitions), do: MapSet.new()
 
   defp stop_resolvers(%{resolver: nil} = state), do: state
 
@@ -1026,7 +1074,12 @@ defmodule Kmq.Handle do
         level = if partitions == [], do: :debug, else: :info
         Logger.log(level, "kmq: #{name(state)}: assigned #{describe(partitions)}")
         telemetry([:assigned], %{count: length(partitions)}, state, %{partitions: partitions})
-        note_beginnings(state, positions)
+
+        note_beginnings(
+          state,
+          for({topic, p, offset, false} <- Enum.sort(positions), do: {topic, p, offset})
+        )
+
         poll(%{state | begun: MapSet.union(state.begun, MapSet.new(partitions))})
 
       {:error, :stale} ->
@@ -1045,105 +1098,21 @@ defmodule Kmq.Handle do
     end
   end
 
-  # The first start of a group, or one whose commits are gone: nobody should have to guess which.
-  defp note_beginnings(state, positions) do
-    without = for {topic, partition, offset, false} <- positions, do: {topic, partition, offset}
+  # The first start of a group, or one whose commits are gone: nobody should have to guess which, nor where it begins.
+  defp note_beginnings(_state, []), do: :ok
 
-    if without != [] do
-      Logger.info(
-        "kmq: #{name(state)}: no commit found for #{describe(for {t, p, _} <- without, do: {t, p})}, reading begins there as " <>
-          ":offset_reset_policy says"
-      )
+  defp note_beginnings(state, without) do
+    places = for {topic, partition, _offset} <- without, do: {topic, partition}
+    offsets = for {_topic, _partition, offset} <- without, do: offset
 
-      for {topic, partition, offset} <- without do
-        metadata = %{topic: topic, partition: partition, reason: :no_commit}
-        telemetry([:offset_reset], %{to: offset}, state, metadata)
-      end
-    end
-  end
+    Logger.info(
+      "kmq: #{name(state)}: no commit found for #{describe(places)}, reading begins there at #{list(offsets)} " <>
+        "(offset_reset_policy: #{inspect(state.config.offset_reset_policy)})"
+    )
 
-  # offset_reset_policy holds at the group's very first start: when no partition of the topic has a commit. A partition
-  # that was born later begins at its beginning, and so does a topic that this consumer has read before and that has lost its commits: it was made anew.
-  #
-  # A queue topic may have grown: its marker topic is grown first, where that is wanted. Where not, START fails and says so,
-  # and these partitions wait until it has grown.
-  defp positions(_config, [], _resets, _seen), do: []
-
-  # seen: topics it has been assigned partitions of. One of these without a commit is a new topic of the same name.
-  defp positions(config, partitions, resets, seen) do
-    with_admin(config, fn admin ->
-      mine = Enum.group_by(partitions, &elem(&1, 0), &elem(&1, 1))
-
-      counts =
-        Map.new(mine, fn {topic, mine} ->
-          {:ok, {count, _}} = :kmq_nif.admin_partitions(admin, topic, @admin_timeout)
-          {topic, max(count, Enum.max(mine) + 1)}
-        end)
-
-      grow_companions(config, admin, counts)
-      all = for {topic, count} <- counts, partition <- 0..(count - 1), do: {topic, partition}
-      {:ok, commits} = :kmq_nif.admin_committed(admin, all, @admin_timeout)
-
-      commits =
-        for {topic, partition, offset} <- commits,
-            offset >= 0,
-            into: %{},
-            do: {{topic, partition}, offset}
-
-      begun = MapSet.new(commits, fn {{topic, _}, _} -> topic end) |> MapSet.union(seen)
-      for place <- partitions, do: position(config, admin, place, commits, resets, begun)
-    end)
-  end
-
-  defp grow_companions(%{create_topics: false}, _admin, _counts), do: :ok
-
-  defp grow_companions(config, admin, counts) do
-    with false <- Topics.companions?(config, admin, counts, @admin_timeout),
-         {:error, error} <- Topics.prepare(config),
-         do: Logger.error("kmq: #{config.group_id}: #{Exception.message(error)}")
-  end
-
-  defp position(config, admin, {topic, partition} = place, commits, resets, begun) do
-    reset? = is_map_key(resets, place)
-
-    case commits do
-      %{^place => offset} when not reset? ->
-        {topic, partition, offset, true}
-
-      _ ->
-        policy = if reset? or topic not in begun, do: config.offset_reset_policy, else: :earliest
-
-        {topic, partition, first_offset(policy, admin, topic, partition), false}
-    end
-  end
-
-  defp first_offset({:timestamp, ms}, admin, topic, partition) do
-    case :kmq_nif.admin_offset_for_time(admin, topic, partition, ms, @admin_timeout) do
-      {:ok, offset} when offset >= 0 -> offset
-      {:ok, _none} -> first_offset(:latest, admin, topic, partition)
-    end
-  end
-
-  defp first_offset(policy, admin, topic, partition) do
-    {:ok, {low, high}} = :kmq_nif.admin_watermarks(admin, topic, partition, @admin_timeout)
-    if policy == :latest, do: high, else: low
-  end
-
-  # Out of range: retention overtook the group, or the topic was made anew. It goes on at the first message there is, and says so.
-  defp find_position(config, topic, partition, position) do
-    with_admin(config, fn admin ->
-      {:ok, {low, high}} = :kmq_nif.admin_watermarks(admin, topic, partition, @admin_timeout)
-      if position >= low and position <= high, do: :again, else: low
-    end)
-  end
-
-  defp with_admin(config, fun) do
-    {:ok, admin} = Security.admin_open(config.admin_props, @admin_timeout)
-
-    try do
-      fun.(admin)
-    after
-      :kmq_nif.admin_close(admin)
+    for {topic, partition, offset} <- without do
+      metadata = %{topic: topic, partition: partition, reason: :no_commit}
+      telemetry([:offset_reset], %{to: offset}, state, metadata)
     end
   end
 
@@ -1168,7 +1137,7 @@ defmodule Kmq.Handle do
   end
 
   defp reset(state, {_slot, topic, partition, position} = reset, _crash) do
-    look = fn -> find_position(state.config, topic, partition, position) end
+    look = fn -> Beginning.instead_of(state.config, topic, partition, position) end
     %{state | resets: Map.put(state.resets, run(look, 1_000), reset)}
   end
 
@@ -1368,10 +1337,10 @@ defmodule Kmq.Handle do
   defp describe(partitions) do
     partitions
     |> Enum.group_by(&elem(&1, 0), &elem(&1, 1))
-    |> Enum.map_join(", ", fn {topic, list} ->
-      "#{topic}-#{inspect(Enum.sort(list), charlists: :as_lists, limit: 20)}"
-    end)
+    |> Enum.map_join(", ", fn {topic, list} -> "#{topic}-#{list(Enum.sort(list))}" end)
   end
+
+  defp list(numbers), do: inspect(numbers, charlists: :as_lists, limit: 20)
 
   defp telemetry(event, measurements, state, metadata) do
     Telemetry.execute(

@@ -296,8 +296,7 @@ defmodule Kmq.Info do
   end
 
   defp seconds(0), do: "-"
-  defp seconds(ms) when ms < 10_000, do: "#{Float.round(ms / 1_000, 1)} s"
-  defp seconds(ms), do: "#{div(ms, 1_000)} s"
+  defp seconds(ms), do: CommandLine.seconds(ms)
 
   defimpl Inspect do
     import Inspect.Algebra

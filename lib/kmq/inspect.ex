@@ -7,7 +7,7 @@ defmodule Kmq.Inspect do
   #      |  S S E  S E E ... K K K  S E S ...           |      K: a CHECKPOINT. What is open since before `from` comes by it
 
   import Bitwise
-  alias Kmq.{Config, Error, Security, Tracker}
+  alias Kmq.{Config, Error, Reach, Security, Tracker}
 
   @timeout_ms 15_000
   @chunk 10_000
@@ -38,9 +38,11 @@ defmodule Kmq.Inspect do
       with_admin(config.admin_props, config.group_id, fn queue ->
         tracker_group = Tracker.tracker_group(config.group_id)
 
-        with_admin(config.admin_props, tracker_group, fn markers ->
-          config.topics |> collect(&topic(queue, markers, config, &1, progress))
-        end)
+        with {:ok, id} <- Reach.cluster_id(queue, config.bootstrap, @timeout_ms) do
+          with_admin(config.admin_props, tracker_group, fn markers ->
+            config.topics |> collect(&topic({queue, markers, id}, config, &1, progress))
+          end)
+        end
       end)
     end
   end
@@ -51,24 +53,14 @@ defmodule Kmq.Inspect do
       [{"group.id", group}, {"isolation.level", "read_committed"}] ++
         Enum.reject(props, fn {name, _} -> name in ["group.id", "isolation.level"] end)
 
-    case native(Security.admin_open(props, @timeout_ms)) do
-      {:ok, admin} ->
-        try do
-          fun.(admin)
-        after
-          :kmq_nif.admin_close(admin)
-        end
-
-      error ->
-        error
-    end
+    native(Security.with_admin(props, @timeout_ms, fun))
   end
 
-  defp topic(queue, markers, config, topic, progress) do
+  defp topic({queue, markers, cluster}, config, topic, progress) do
     marker_topic = config.marker_topics[topic]
 
-    with {:ok, n} <- size(queue, topic),
-         {:ok, _n} <- size(queue, marker_topic),
+    with {:ok, n} <- size(queue, cluster, topic),
+         {:ok, _n} <- size(queue, cluster, marker_topic),
          {:ok, commits} <- commits(queue, topic, n),
          {:ok, marker_commits} <- commits(markers, marker_topic, n) do
       collect(0..(n - 1), fn partition ->
@@ -105,16 +97,10 @@ defmodule Kmq.Inspect do
     }
   end
 
-  defp size(admin, topic) do
-    case native(:kmq_nif.admin_partitions(admin, topic, @timeout_ms)) do
-      {:ok, {0, _}} ->
-        {:error, Error.new(:topic_missing, "topic #{inspect(topic)} does not exist")}
-
-      {:ok, {n, _}} ->
-        {:ok, n}
-
-      error ->
-        error
+  defp size(admin, cluster, topic) do
+    case native(Reach.partitions(admin, cluster, topic, @timeout_ms)) do
+      {:ok, 0} -> {:error, Reach.missing(admin, topic, @timeout_ms)}
+      result -> result
     end
   end
 

@@ -663,24 +663,39 @@ defmodule Kmq.Options do
 
   defp unknown(name, names, parent) do
     where = if parent, do: " of #{inspect(parent)}", else: ""
-    text = Atom.to_string(name)
-
-    {nearest, distance} =
-      names
-      |> Enum.map(&{&1, String.jaro_distance(text, Atom.to_string(&1))})
-      |> Enum.max_by(&elem(&1, 1))
 
     elsewhere =
       for {kind, whose} <- @elsewhere, !parent, Keyword.has_key?(schema(kind), name), do: whose
 
     hint =
-      cond do
-        elsewhere != [] -> "it is one of #{hd(elsewhere)}"
-        distance > 0.75 -> "did you mean #{inspect(nearest)}?"
-        true -> "known options are: " <> Enum.map_join(names, ", ", &inspect/1)
-      end
+      if elsewhere != [],
+        do: "it is one of #{hd(elsewhere)}",
+        else:
+          meant(name, names) || "known options are: " <> Enum.map_join(names, ", ", &inspect/1)
 
     "unknown option #{inspect(name)}#{where}, #{hint}"
+  end
+
+  @doc """
+  The one of these names that a mistyped one is like, as a question; or nil.
+
+      iex> Kmq.Options.meant(:partition, [:partitions, :sandbox])
+      "did you mean :partitions?"
+      iex> Kmq.Options.meant("ordrs", ["orders", "bills"])
+      ~S(did you mean "orders"?)
+      iex> Kmq.Options.meant(:x, [:partitions])
+      nil
+  """
+  @spec meant(atom | String.t(), [atom | String.t()]) :: String.t() | nil
+  def meant(_name, []), do: nil
+
+  def meant(name, names) do
+    {nearest, likeness} =
+      names
+      |> Enum.map(&{&1, String.jaro_distance(to_string(name), to_string(&1))})
+      |> Enum.max_by(&elem(&1, 1))
+
+    if likeness > 0.75, do: "did you mean #{inspect(nearest)}?"
   end
 
   defp each([], _options, _parent, acc), do: {:ok, Enum.reverse(acc)}

@@ -28,7 +28,8 @@ defmodule Kmq.Publisher do
 
   require Logger
 
-  alias Kmq.{Config, Error, Options, Security, Telemetry, Token, Topics}
+  alias Kmq.Publisher.Refusal
+  alias Kmq.{CommandLine, Config, Error, Noted, Options, Security, Telemetry, Token, Topics}
 
   @topic_check_ms 15_000
   # librdkafka looks at its timeouts when a broker's thread wakes, which for a broker that is down is when it connects again:
@@ -133,6 +134,7 @@ defmodule Kmq.Publisher do
           {:ok, in_order(groups, places)}
         else
           results = alone(pid, info, groups, Enum.map(told, &results/1), timeout)
+          results = explained(groups, results, info)
           report_sync(groups, results, System.monotonic_time() - start)
           answer(in_order(groups, results))
         end
@@ -495,6 +497,11 @@ defmodule Kmq.Publisher do
     {result, if(other?, do: result)}
   end
 
+  defp explained(groups, results, info) do
+    for {{topic, _indexes, entries}, results} <- Enum.zip(groups, results),
+        do: Refusal.explain(results, topic, entries, info)
+  end
+
   defp too_large?({:error, %Error{reason: :msg_size_too_large}}), do: true
   defp too_large?(_result), do: false
 
@@ -624,6 +631,9 @@ defmodule Kmq.Publisher do
         info = %{
           ref: ref,
           topics: topics,
+          bootstrap: derived.bootstrap,
+          max_bytes: Refusal.max_bytes(derived.producer_props),
+          admin_props: derived.admin_props,
           delivery_timeout: valid[:delivery_timeout],
           # Kept as a function: printed, it shows nothing.
           receipt_secret: valid[:receipt_secret] || fn -> nil end
@@ -888,6 +898,34 @@ defmodule Kmq.Publisher do
     note(state, error.name, fn -> Logger.warning("kmq: " <> error.message) end)
   end
 
+  # As a consumer's: an outage is said once, and its end.
+  defp event({:outage, error}, state) do
+    error = Error.from_native(error, "publisher")
+    Telemetry.execute([:kmq, :error], %{count: 1}, %{handle: :publisher, error: error})
+    Logger.warning("kmq: #{error.message}; it connects again by itself")
+    state
+  end
+
+  # They are there again; whether they stay is looked at a moment later.
+  defp event({:settling, ms}, state) do
+    Process.send_after(self(), {:kmq, state.ref, :ready}, ms)
+    state
+  end
+
+  defp event({:connected, ms}, state) do
+    Telemetry.execute([:kmq, :recovered], %{count: 1}, %{handle: :publisher, what: :connection})
+    Logger.info("kmq: publisher: connected again after #{CommandLine.seconds(ms)}")
+    state
+  end
+
+  defp event({:passing, what, error}, state) do
+    error = Error.from_native(error, "publisher: #{what}")
+    metadata = %{handle: :publisher, what: what, error: error}
+    Telemetry.execute([:kmq, :error, :passing], %{count: 1}, metadata)
+    Logger.debug("kmq: " <> error.message)
+    state
+  end
+
   defp event({:log, level, text}, state) do
     Logger.log(log_level(level), "kmq: publisher: " <> text)
     state
@@ -905,12 +943,5 @@ defmodule Kmq.Publisher do
   defp log_level(level) when is_integer(level) and level <= 2, do: :error
   defp log_level(_level), do: :debug
 
-  # As a consumer's: a trouble is said when it begins, and again when it did not come for so long.
-  @quiet_ms 30_000
-
-  defp note(state, what, fun) do
-    now = System.monotonic_time(:millisecond)
-    if now - Map.get(state.noted, what, now - 2 * @quiet_ms) > @quiet_ms, do: fun.()
-    %{state | noted: Map.put(state.noted, what, now)}
-  end
+  defp note(state, what, fun), do: %{state | noted: Noted.note(state.noted, what, fun)}
 end

@@ -74,6 +74,9 @@ defmodule Kmq.Sandbox do
   @start_ms 10_000
   @call_ms 10_000
   @protocol 1
+  @faults ~w(broker_down broker_up rtt request_errors broker_request_errors topic_error coordinator partition_leader)a
+  @apis ~w(produce fetch list_offsets offset_commit offset_fetch find_coordinator join_group heartbeat leave_group
+           sync_group api_versions init_producer_id add_partitions_to_txn add_offsets_to_txn end_txn txn_offset_commit)a
 
   @type sandbox :: GenServer.server()
   @type option ::
@@ -162,20 +165,11 @@ defmodule Kmq.Sandbox do
   @impl true
   def init(opts) do
     Process.flag(:trap_exit, true)
-    path = Application.app_dir(:kmq, "priv/kmq_sandbox")
+    program = :kmq_port.program('kmq_sandbox')
 
-    if File.exists?(path) do
-      port =
-        Port.open({:spawn_executable, path}, [
-          :binary,
-          :exit_status,
-          {:packet, 4},
-          args: [Integer.to_string(opts[:brokers])]
-        ])
-
-      ready(port, opts)
-    else
-      {:stop, {:not_built, path}}
+    case :kmq_port.open(program, [Integer.to_charlist(opts[:brokers])]) do
+      {:ok, port} -> ready(port, opts)
+      {:error, reason} -> {:stop, Error.no_program(:sandbox, to_string(program), reason)}
     end
   end
 
@@ -267,16 +261,31 @@ defmodule Kmq.Sandbox do
         {:error, Error.from_native({text_name, code, false, false, text})}
 
       {:error, :unknown_command} ->
-        raise ArgumentError, "#{inspect(name)} is no fault of Kmq.Sandbox"
+        unknown(name, "is no fault of Kmq.Sandbox", @faults)
 
       {:error, {:unknown_api, api}} ->
-        raise ArgumentError, "#{inspect(api)} is no kind of request that the sandbox knows"
+        unknown(api, "is no kind of request that the sandbox knows", @apis)
 
       {:error, {:unknown_error, error}} ->
-        raise ArgumentError, "#{inspect(error)} is no error name of librdkafka"
+        unknown(error, "is no error name of librdkafka", errors())
 
       {:error, :badarg} ->
         raise ArgumentError, "bad arguments for #{inspect(name)}: #{inspect(args)}"
+    end
+  end
+
+  defp unknown(name, what, names) do
+    hint = if meant = Options.meant(name, names), do: ": " <> meant, else: ""
+    raise ArgumentError, "#{inspect(name)} #{what}#{hint}"
+  end
+
+  # As one names them here. None of them is made an atom for this.
+  defp errors do
+    for {{name, _, _, _, _} = native, _class} <- :kmq_nif.errors(), uniq: true do
+      case Error.from_native(native).reason do
+        :kafka -> name
+        reason -> reason
+      end
     end
   end
 

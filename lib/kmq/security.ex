@@ -373,6 +373,19 @@ defmodule Kmq.Security do
          do: with_token(admin, token)
   end
 
+  @doc "Runs a function with an admin client, as `admin_open/2` gives it: its result, or the error of the opening."
+  @spec with_admin(props, pos_integer, (reference -> result)) :: result | {:error, term}
+        when result: term
+  def with_admin(props, timeout_ms, fun) do
+    with {:ok, admin} <- admin_open(props, timeout_ms) do
+      try do
+        fun.(admin)
+      after
+        :kmq_nif.admin_close(admin)
+      end
+    end
+  end
+
   @doc "A fresh token for an admin client that lives for long; where none is to be had the old one stays."
   @spec admin_renew(reference, props, pos_integer) :: :ok
   def admin_renew(admin, props, timeout_ms) do

@@ -88,6 +88,7 @@ defmodule Kmq.Testing do
   @timeout_ms 5_000
   @ready_ms 20_000
   @pause_ms 10
+  @own_options [:partitions, :sandbox]
 
   # ---- a queue
 
@@ -104,7 +105,8 @@ defmodule Kmq.Testing do
   """
   @spec start_queue!(keyword) :: Queue.t()
   def start_queue!(options \\ []) do
-    {options, extra} = Keyword.split(options, [:partitions, :sandbox])
+    known_options(options)
+    {options, extra} = Keyword.split(options, @own_options)
     partitions = options[:partitions] || 1
     {sandbox, own?} = sandbox(options[:sandbox] || :shared)
     hosts = Sandbox.bootstrap(sandbox)
@@ -128,6 +130,16 @@ defmodule Kmq.Testing do
 
     {:ok, _pid} = Watch.start_link(queue, config)
     queue
+  end
+
+  # A typo of its own options is none of a pipeline's.
+  defp known_options(options) do
+    names = @own_options ++ Keyword.keys(Options.schema(:producer))
+
+    for name <- Keyword.keys(options),
+        name not in names,
+        hint = Options.meant(name, names),
+        do: raise(ArgumentError, "unknown option #{inspect(name)} of start_queue!, #{hint}")
   end
 
   # One that several queues name, for dead letters say, is there already.

@@ -24,10 +24,9 @@ defmodule Kmq.Topics do
 
   require Logger
 
-  alias Kmq.{Config, Error, Sandbox, Security}
+  alias Kmq.{Config, Error, Reach, Sandbox, Security}
 
   @timeout_ms 15_000
-  @patient_ms 1_500
   @day_ms 86_400_000
   # Headers added to a dead letter: count, deliveries, cause, group, origin, error text.
   @headroom_bytes 65_536
@@ -72,17 +71,10 @@ defmodule Kmq.Topics do
 
         :error ->
           with_admin(props, bootstrap, fn admin, deadline ->
-            result =
-              :kmq_nif.admin_create_topic(
-                admin,
-                topic,
-                partitions,
-                replication,
-                config,
-                left(deadline)
-              )
+            how = {partitions, replication, config}
 
-            with :ok <- native(result, "creating #{inspect(topic)}"),
+            with {:ok, _id} <- Reach.cluster_id(admin, bootstrap, left(deadline)),
+                 :ok <- make(admin, topic, how, deadline),
                  do: await_partitions(admin, topic, partitions, deadline)
           end)
       end
@@ -94,10 +86,12 @@ defmodule Kmq.Topics do
   def delete_topic(topic, connection) do
     with {:ok, %{admin_props: props, bootstrap: bootstrap}} <- Config.connection(connection) do
       with_admin(props, bootstrap, fn admin, deadline ->
-        native(
-          :kmq_nif.admin_delete_topic(admin, topic, left(deadline)),
-          "deleting #{inspect(topic)}"
-        )
+        with {:ok, _id} <- Reach.cluster_id(admin, bootstrap, left(deadline)) do
+          native(
+            :kmq_nif.admin_delete_topic(admin, topic, left(deadline)),
+            "deleting #{inspect(topic)}"
+          )
+        end
       end)
     end
   end
@@ -108,7 +102,9 @@ defmodule Kmq.Topics do
           {:ok, non_neg_integer} | {:error, Error.t()}
   def partitions(topic, bootstrap, props, timeout_ms) do
     with_admin(props, bootstrap, timeout_ms, fn admin, deadline ->
-      with {:ok, {n, _replication}} <- ask_partitions(admin, topic, deadline), do: {:ok, n}
+      with {:ok, _id} <- Reach.cluster_id(admin, bootstrap, left(deadline)),
+           {:ok, {n, _replication}} <- ask_partitions(admin, topic, deadline),
+           do: {:ok, n}
     end)
   end
 
@@ -125,6 +121,29 @@ defmodule Kmq.Topics do
       end
     end)
   end
+
+  @doc false
+  # What a topic takes: its partitions (0: it does not exist), and max.message.bytes; nil: nobody says (a sandbox, access control).
+  @spec takes(String.t(), String.t(), Config.props(), pos_integer) ::
+          {:ok, {non_neg_integer, pos_integer | nil}} | {:error, Error.t()}
+  def takes(topic, bootstrap, props, timeout_ms) do
+    with_admin(props, bootstrap, timeout_ms, fn admin, deadline ->
+      with {:ok, kind} <- cluster(admin, %{bootstrap: bootstrap}, deadline),
+           {:ok, {n, _replication}} <- ask_partitions(admin, topic, deadline),
+           do: {:ok, {n, max_message_bytes(kind, admin, topic, deadline)}}
+    end)
+  end
+
+  defp max_message_bytes(:kafka, admin, topic, deadline) do
+    with {:ok, settings} <- :kmq_nif.admin_topic_config(admin, topic, left(deadline)),
+         {_, bytes} <- List.keyfind(settings, "max.message.bytes", 0) do
+      integer(bytes)
+    else
+      _hidden -> nil
+    end
+  end
+
+  defp max_message_bytes(_mock, _admin, _topic, _deadline), do: nil
 
   @doc false
   # All that must be true before a consumer or tracker of this configuration starts: within 15 s, or an error.
@@ -164,7 +183,7 @@ defmodule Kmq.Topics do
 
   # :kafka, :mock (no admin requests, no settings), or {:sandbox, pid}: a mock cluster whose control is in this VM.
   defp cluster(admin, config, deadline) do
-    case cluster_id(admin, config.bootstrap, deadline) do
+    case Reach.cluster_id(admin, config.bootstrap, left(deadline)) do
       {:ok, "mockCluster" <> _} ->
         case sandbox(config.bootstrap) do
           {:ok, pid} -> {:ok, {:sandbox, pid}}
@@ -174,68 +193,12 @@ defmodule Kmq.Topics do
       {:ok, _id} ->
         {:ok, :kafka}
 
-      {:error, error} ->
-        {:error, unreachable(error, config.bootstrap)}
+      error ->
+        error
     end
   end
 
-  # Whoever waits for longer than a moment is told for what, and for how long.
-  defp cluster_id(admin, bootstrap, deadline) do
-    asker = self()
-
-    # Not linked: nobody who traps exits need know of it.
-    teller =
-      spawn(fn ->
-        monitor = Process.monitor(asker)
-
-        receive do
-          :answered -> :ok
-          {:DOWN, ^monitor, _, _, _} -> :ok
-        after
-          @patient_ms ->
-            Logger.warning(
-              "kmq: no broker of :hosts (#{bootstrap}) has answered yet, giving up in #{div(left(deadline), 1_000)} s"
-            )
-        end
-      end)
-
-    result = :kmq_nif.admin_cluster_id(admin, left(deadline))
-    send(teller, :answered)
-    result
-  end
-
   defp sandbox(bootstrap), do: Sandbox.find(bootstrap)
-
-  defp unreachable(error, bootstrap) do
-    error = Error.from_native(error)
-
-    {reason, advice} =
-      case error.reason do
-        :ssl ->
-          {:ssl,
-           "Look at :ssl of :client_config: :cacertfile must hold the CA that signed the broker's certificate, the broker must be called by a name " <>
-             "that stands in it (server_name_indication: :disable does without), and it must be a TLS listener"}
-
-        :authentication ->
-          {:authentication,
-           "Look at :sasl of :client_config: mechanism, user and password, or the token" <>
-             Security.known_trouble(error.message)}
-
-        :token ->
-          {:token, "Nothing connects without"}
-
-        _other ->
-          {:unreachable,
-           "Is the address right, does a broker listen there, do :ssl and :sasl of :client_config fit it?"}
-      end
-
-    %{
-      error
-      | reason: reason,
-        retriable?: true,
-        message: "no broker of :hosts (#{bootstrap}) answered: #{error.message}. #{advice}"
-    }
-  end
 
   defp transactions(kind, %{redelivery: :transactional}) when kind != :kafka do
     {:error,
@@ -378,16 +341,18 @@ defmodule Kmq.Topics do
     with {:ok, config} <- wanted_settings(run, kind, topic) do
       Logger.info("kmq: creating #{inspect(name)} with #{n} partitions")
 
-      result =
-        :kmq_nif.admin_create_topic(run.admin, name, n, replication, config, left(run.deadline))
-
-      case native(result, "creating #{inspect(name)}") do
+      case make(run.admin, name, {n, replication, config}, run.deadline) do
         # Someone else was faster.
         {:error, %Error{reason: :topic_already_exists}} -> present(run, name, n)
         :ok -> present(run, name, n)
         error -> error
       end
     end
+  end
+
+  defp make(admin, name, {n, replication, config}, deadline) do
+    result = :kmq_nif.admin_create_topic(admin, name, n, replication, config, left(deadline))
+    native(result, "creating #{inspect(name)}")
   end
 
   defp grow(run, {_kind, name, topic, {n, _}}, few) do
@@ -626,17 +591,8 @@ defmodule Kmq.Topics do
   defp with_admin(props, bootstrap, timeout_ms \\ @timeout_ms, fun) do
     deadline = System.monotonic_time(:millisecond) + timeout_ms
 
-    case Security.admin_open(props, timeout_ms) do
-      {:ok, admin} ->
-        try do
-          fun.(admin, deadline)
-        after
-          :kmq_nif.admin_close(admin)
-        end
-
-      {:error, error} ->
-        {:error, Error.from_native(error, "a client for #{bootstrap}")}
-    end
+    with {:error, error} <- Security.with_admin(props, timeout_ms, &fun.(&1, deadline)),
+         do: {:error, Error.from_native(error, "a client for #{bootstrap}")}
   end
 
   defp left(deadline), do: max(deadline - System.monotonic_time(:millisecond), 1)

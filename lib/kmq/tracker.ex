@@ -24,7 +24,7 @@ defmodule Kmq.Tracker do
   use GenServer
   require Logger
 
-  alias Kmq.{Config, Error, Info, Security, Telemetry, Token, Topics}
+  alias Kmq.{CommandLine, Config, Error, Info, Noted, Security, Telemetry, Token, Topics}
 
   @protocol 1
   @call_ms 5_000
@@ -330,7 +330,9 @@ defmodule Kmq.Tracker do
   # ---- the program
 
   defp open(state) do
-    case :kmq_port.open(:kmq_port.program('kmq_tracker')) do
+    program = :kmq_port.program('kmq_tracker')
+
+    case :kmq_port.open(program) do
       {:ok, port} ->
         now = System.monotonic_time(:millisecond)
 
@@ -347,7 +349,10 @@ defmodule Kmq.Tracker do
         %{state | port: port, status: :starting, started_at: now, os_pid: os_pid, missed: 0}
 
       {:error, reason} ->
-        Logger.error("#{name(state)}: cannot be started: #{inspect(reason)}")
+        error = Error.no_program(:tracker, to_string(program), reason)
+        metadata = %{group: state.config.group_id, error: error}
+        Telemetry.execute([:kmq, :error], %{count: 1}, metadata)
+        note(:program, fn -> Logger.error("#{name(state)}: #{error.message}") end)
         later(state)
     end
   end
@@ -637,10 +642,28 @@ defmodule Kmq.Tracker do
   end
 
   defp event(:error, info, state) do
-    text = info.text <> advice(info.name, state.config.group_id)
-    error = Error.from_native({info.name, info.code, info.retriable, info.fatal, text})
+    error = native(%{info | text: info.text <> advice(info.name, state.config.group_id)})
     Telemetry.execute([:kmq, :error], %{count: 1}, %{group: state.config.group_id, error: error})
-    if fresh?(info.name), do: Logger.warning("#{name(state)}: #{Exception.message(error)}")
+    note(info.name, fn -> Logger.warning("#{name(state)}: #{Exception.message(error)}") end)
+  end
+
+  defp event(:outage, info, state) do
+    error = native(info)
+    Telemetry.execute([:kmq, :error], %{count: 1}, %{group: state.config.group_id, error: error})
+    Logger.warning("#{name(state)}: #{error.message}; it connects again by itself")
+  end
+
+  defp event(:connected, info, state) do
+    metadata = %{group: state.config.group_id, what: :connection}
+    Telemetry.execute([:kmq, :recovered], %{count: 1}, metadata)
+    Logger.info("#{name(state)}: connected again after #{CommandLine.seconds(info.ms)}")
+  end
+
+  defp event(:passing, info, state) do
+    error = native(info)
+    metadata = %{group: state.config.group_id, what: info.reason, error: error}
+    Telemetry.execute([:kmq, :error, :passing], %{count: 1}, metadata)
+    Logger.debug("#{name(state)}: #{info.reason}: #{error.message}")
   end
 
   defp event(:marker_gap, info, state) do
@@ -689,6 +712,9 @@ defmodule Kmq.Tracker do
 
   defp event(_started, _info, _state), do: :ok
 
+  defp native(info),
+    do: Error.from_native({info.name, info.code, info.retriable, info.fatal, info.text})
+
   defp gap(:retention), do: "does the marker topic keep its records for long enough?"
   defp gap(:no_commit), do: "the trackers' group has no commit, and there is no checkpoint"
   defp gap(:no_checkpoint), do: "the checkpoint that the commit refers to is gone"
@@ -714,14 +740,9 @@ defmodule Kmq.Tracker do
   defp where(%{partition: -1} = info, state), do: name(state) <> ", " <> info.topic
   defp where(info, state), do: name(state) <> ", " <> info.topic <> "/#{info.partition}"
 
-  # As the consumer's: said when it begins, and again when it had not come for half a minute. Telemetry has each.
-  @quiet_ms 30_000
-
-  defp fresh?(name) do
-    now = System.monotonic_time(:millisecond)
-    last = Process.put({:said, name}, now)
-    last == nil or now - last > @quiet_ms
-  end
+  # Telemetry has each.
+  defp note(what, fun),
+    do: Process.put(:noted, Noted.note(Process.get(:noted, %{}), what, fun))
 
   # What matters comes as an event of its own; librdkafka is talkative about passing troubles.
   defp level(level) when level <= 2, do: :warning

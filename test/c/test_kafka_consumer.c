@@ -369,7 +369,9 @@ static void serve(member *m)
         case KAFKA_EVENT_NONE:
         case KAFKA_EVENT_LOG:
         case KAFKA_EVENT_STATS:
-        case KAFKA_EVENT_TOKEN: break;
+        case KAFKA_EVENT_TOKEN:
+        case KAFKA_EVENT_UP:
+        case KAFKA_EVENT_DOWN: break;
         }
         kafka_event_free(&event);
     }

@@ -20,7 +20,7 @@ static int start(void **state)
     kafka_event event = {.type = KAFKA_EVENT_NONE};
     kafka_error err;
     assert_int_equal(kafka_consumer_subscribe(member, topics, 1, &err), 0);
-    EVENTUALLY(20, kafka_consumer_poll(member, &event) && event.type == KAFKA_EVENT_ASSIGN);
+    EVENTUALLY(20, (kafka_event_free(&event), kafka_consumer_poll(member, &event)) && event.type == KAFKA_EVENT_ASSIGN);
     assert_int_equal(kafka_consumer_assign(member, event.partitions, event.n_partitions, &err), 0);
     kafka_event_free(&event);
     group = kafka_consumer_group(member);

@@ -173,7 +173,7 @@ defmodule Kmq.Integration.SecurityTest do
     assert error.message =~ "alert"
     assert {:error, error} = partitions(context.tls, [])
     # older libraries add: "connecting to a SSL listener?"
-    assert error.reason == :transport
+    assert error.reason == :unreachable
     assert {:error, error} = partitions(context.cluster.hosts, short)
     assert error.message =~ "SSL handshake failed"
   end

@@ -270,15 +270,46 @@ defmodule Kmq.DependencyTest do
       assert output =~ ~r/kmq: no-such-make is missing, and kmq has a part in C. Needed: \S+/
     end
 
-    test "no librdkafka where a release runs, or nothing built", context do
-      app = Path.join(context.dir, "kmq")
+    # kmq as a release has it, with an empty priv: the folder, and the arguments for elixir.
+    defp unpacked(dir) do
+      app = Path.join(dir, "kmq")
       File.mkdir_p!(Path.join(app, "priv"))
       File.cp_r!(Application.app_dir(:kmq, "ebin"), Path.join(app, "ebin"))
 
       others =
         for path <- Outside.code_paths(), Path.basename(Path.dirname(path)) != "kmq", do: path
 
-      paths = Enum.flat_map([Path.join(app, "ebin") | others], &["-pa", &1])
+      {app, Enum.flat_map([Path.join(app, "ebin") | others], &["-pa", &1])}
+    end
+
+    test "a program that a release has left out, or may not execute", context do
+      {app, paths} = unpacked(context.dir)
+      nif = "priv/kmq_nif.so"
+      File.cp!(Application.app_dir(:kmq, nif), Path.join(app, nif))
+      File.write!(Path.join(app, "priv/kmq_tracker"), "")
+
+      script = """
+      {:ok, _} = Application.ensure_all_started(:kmq)
+      Process.flag(:trap_exit, true)
+      {:error, %Kmq.Error{reason: :sandbox} = error} = Kmq.Sandbox.start_link()
+      IO.puts(error.message)
+      options = [hosts: "localhost:1", topics: ["orders"], group_id: "shop"]
+      {:ok, _} = Kmq.Tracker.acquire(Kmq.Config.new!(options, :producer))
+      Process.sleep(2_000)
+      """
+
+      assert {output, 0} = Outside.run("elixir", paths ++ ["-e", script])
+      assert output =~ ~r"program .*/priv/kmq_sandbox is not there. Build kmq again"
+      assert output =~ "in a release, see that it takes the `priv` folder of kmq with it"
+      # It is tried again and again, and said once.
+      assert [line] = output |> String.split("\n") |> Enum.filter(&(&1 =~ "kmq_tracker"))
+
+      assert line =~
+               ~r"kmq tracker of group shop: the program .*/priv/kmq_tracker may not be executed"
+    end
+
+    test "no librdkafka where a release runs, or nothing built", context do
+      {app, paths} = unpacked(context.dir)
       start = ["-e", "IO.inspect(Application.ensure_all_started(:kmq))"]
 
       assert {output, 0} = Outside.run("elixir", paths ++ start)

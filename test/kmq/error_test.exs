@@ -35,6 +35,26 @@ defmodule Kmq.ErrorTest do
     assert_raise Error, "late", fn -> raise error end
   end
 
+  test "where no broker answers, all that asks for one says what to look at" do
+    connection = [hosts: "127.0.0.1:1"]
+    {:ok, publisher} = Kmq.Publisher.start_link(connection)
+
+    asks = [
+      fn -> Kmq.Publisher.publish(publisher, "q", "v") end,
+      fn -> Kmq.DeadLetters.redrive("q", connection) end,
+      fn -> Kmq.DeadLetters.show("q", 0, 0, connection) end,
+      fn -> Kmq.Inspect.partitions([topics: ["q"], group_id: "g"] ++ connection) end,
+      fn -> Kmq.Topics.create_topic("q", 1, connection) end,
+      fn -> Kmq.Topics.delete_topic("q", connection) end
+    ]
+
+    for {:ok, result} <- Task.async_stream(asks, & &1.(), max_concurrency: 6, timeout: 60_000) do
+      assert {:error, %Error{reason: :unreachable, message: text}} = result
+      assert text =~ "no broker of :hosts (127.0.0.1:1) answered"
+      assert text =~ "Is the address right, does a broker listen there"
+    end
+  end
+
   test "where no broker answers, a start says so long before it gives up" do
     connection = [hosts: "127.0.0.1:1", kafka_config: []]
     {:ok, %{admin_props: props, bootstrap: hosts}} = Kmq.Config.connection(connection)

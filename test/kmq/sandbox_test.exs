@@ -147,9 +147,11 @@ defmodule Kmq.SandboxTest do
     sandbox = start_supervised!({Sandbox, []})
 
     for {fault, text} <- [
-          {{:broker_sideways, 1}, "broker_sideways"},
-          {{:request_errors, :produced, [:transport]}, "produced"},
-          {{:request_errors, :produce, [:transprot]}, "transprot"},
+          {{:sideways, 1}, ":sideways is no fault of Kmq.Sandbox$"},
+          {{:broker_dwon, 1}, ":broker_dwon .*: did you mean :broker_down\\?"},
+          {{:request_errors, :produced, [:transport]}, ":produced .*: did you mean :produce\\?"},
+          {{:request_errors, :produce, [:transprot]},
+           ":transprot .*: did you mean :transport\\?"},
           {{:rtt, 1, -5}, "rtt"},
           {{:rtt, 1}, "rtt"},
           {{:topic_error, "no such/topic", :transport}, "topic_error"}

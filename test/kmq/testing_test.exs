@@ -98,8 +98,18 @@ defmodule Kmq.TestingTest do
   test "a queue of its own, with faults", %{queue: shared} do
     assert_raise ArgumentError, ~r/sandbox: :own/, fn -> inject(shared, {:rtt, 1, 10}) end
 
+    for {options, meant} <- [{[partition: 3], ":partitions"}, {[sanbox: :own], ":sandbox"}] do
+      text = ~r/unknown option :\w+ of start_queue!, did you mean #{meant}\?/
+      assert_raise ArgumentError, text, fn -> start_queue!(options) end
+    end
+
     queue = start_queue!(sandbox: :own)
     refute queue.hosts == shared.hosts
+
+    assert_raise ArgumentError, ~r/did you mean :broker_down\?/, fn ->
+      inject(queue, {:brokerdown, 1})
+    end
+
     first = publish(queue, "flour")
     assert status(queue, first) == :waiting
 

@@ -120,23 +120,6 @@ defmodule Mix.Tasks.Kmq.DeadLetters do
     if conditions == [], do: [], else: [filter: conditions]
   end
 
-  defp header(text) do
-    case String.split(text, "=", parts: 2) do
-      [name, value] -> {name, value}
-      [_] -> raise ArgumentError, "expected --header NAME=VALUE, got: #{text}"
-    end
-  end
-
-  defp at(name, text) do
-    case DateTime.from_iso8601(text) do
-      {:ok, at, _offset} ->
-        at
-
-      {:error, _} ->
-        raise ArgumentError, "expected --#{name} as 2026-12-24T18:00:00Z, got: #{text}"
-    end
-  end
-
   # A line now and then, on standard error: standard output is the result.
   defp progress(options) do
     fn summary ->

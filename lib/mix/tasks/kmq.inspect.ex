@@ -67,5 +67,4 @@ defmodule Mix.Tasks.Kmq.Inspect do
 
   defp age(_now, nil), do: ""
   defp age(now, since), do: " (#{seconds(now - since)})"
-  defp seconds(ms), do: "#{Float.round(ms / 1_000, 1)} s"
 end

@@ -80,21 +80,7 @@ defmodule Mix.Tasks.Kmq.Publish do
 
     [headers: headers] ++
       if(tags == [], do: [], else: [tags: tags]) ++
-      if(options[:at], do: [at: at(options[:at])], else: []) ++
+      if(options[:at], do: [at: at(:at, options[:at])], else: []) ++
       Keyword.take(options, [:key, :partition, :routing_key, :delay, :ttl])
-  end
-
-  defp header(text) do
-    case String.split(text, "=", parts: 2) do
-      [name, value] -> {name, value}
-      [_] -> raise ArgumentError, "expected --header NAME=VALUE, got: #{text}"
-    end
-  end
-
-  defp at(text) do
-    case DateTime.from_iso8601(text) do
-      {:ok, at, _offset} -> at
-      {:error, _} -> raise ArgumentError, "expected --at as 2026-12-24T18:00:00Z, got: #{text}"
-    end
   end
 end

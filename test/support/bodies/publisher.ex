@@ -132,8 +132,16 @@ defmodule Kmq.Test.Bodies.Publisher do
     assert {:error, results} = Publisher.publish_many(publisher, messages)
     assert [{:ok, _}, {:error, too_large}, {:ok, _}, {:error, no_partition}, {:ok, _}] = results
     assert %Error{reason: :msg_size_too_large} = too_large
-    assert %Error{reason: reason} = no_partition
-    assert reason in [:unknown_partition, :unknown_topic_or_part]
+    # In numbers: what it is, what is taken.
+    assert too_large.message =~ "of 3000000 bytes (key, value and headers) is too large for"
+    assert too_large.message =~ inspect(topic)
+    assert too_large.message =~ "sends 1000000 at most (message.max.bytes of :kafka_config)"
+
+    if cluster.kind == :kafka,
+      do: assert(too_large.message =~ "the topic takes 1048588 (its max.message.bytes)")
+
+    assert %Error{reason: :unknown_partition} = no_partition
+    assert no_partition.message =~ ~s("#{topic}" has no partition 77: it has 2, numbered from 0)
 
     assert {:error, %Error{reason: :msg_size_too_large}} =
              Publisher.publish(publisher, topic, large)

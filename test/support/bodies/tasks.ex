@@ -31,6 +31,7 @@ defmodule Kmq.Test.Bodies.Tasks do
       end)
 
     Logger.configure(level: level)
+    Application.delete_env(:kmq, :waiting)
     assert_received {:code, code}
     assert_received {:out, out}
     {code, out, err}
@@ -118,7 +119,7 @@ defmodule Kmq.Test.Bodies.Tasks do
       fn ->
         {0, out, ""} = mix(Tasks.Inspect, of)
         [row, idle] = out |> String.split("\n", trim: true) |> tl()
-        assert row =~ ~r/^#{topic}\s+0\s+0\s+1\s+1\s+\d+ \(\d+\.\d s\)\s+in [45]\d\.\d s\s+\d+$/
+        assert row =~ ~r/^#{topic}\s+0\s+0\s+1\s+1\s+\d+ \([\d.]+ s\)\s+in [1-5]\d s\s+\d+$/
         assert idle =~ ~r/^#{topic}\s+1\s+0\s+0\s+0\s+-\s+-\s+\d+$/
       end,
       15_000
@@ -178,11 +179,39 @@ defmodule Kmq.Test.Bodies.Tasks do
     assert {2, "", _} = mix(Tasks.Topics, ["check", "--group", "g"] ++ hosts)
     nobody = ["--hosts", "localhost:1", "--topic", "t", "--group", "g"]
     assert {1, "", err} = mix(Tasks.Topics, ["check" | nobody])
-    assert err =~ "error: no broker"
-    assert {1, out, ^err} = mix(Tasks.Topics, ["check", "--json" | nobody])
-    "error: " <> message = String.trim_trailing(err, "\n")
+
+    # Whoever waits is told for what; in the end, what to look at.
+    assert [waiting, error] = String.split(err, "\n", trim: true)
+
+    assert waiting =~
+             ~r/^no broker of :hosts \(localhost:1\) has answered yet, giving up in 1\d s$/
+
+    assert error =~ "error: no broker"
+    assert error =~ "Is the address right"
+    assert {1, out, err} = mix(Tasks.Topics, ["check", "--json" | nobody])
+    assert [^waiting, "error: " <> message] = String.split(err, "\n", trim: true)
 
     assert out ==
              ~s({"error":{"message":"#{message}","reason":"unreachable","retriable":true}}\n)
+  end
+
+  body "what is mistyped is not shown as empty", %{cluster: cluster} do
+    topic = queue(cluster, 1)
+    hosts = ["--hosts", cluster.hosts]
+    typo = String.replace(topic, "-", "--", global: false)
+    :ok = Kmq.Topics.create_topic(topic <> "__undelivered", 1, hosts: cluster.hosts)
+
+    assert {1, "", err} = mix(Tasks.DeadLetters, ["list", typo] ++ hosts)
+    assert err =~ ~s("#{typo}__undelivered" does not exist: did you mean "#{topic}"?)
+    assert {1, "", _} = mix(Tasks.DeadLetters, ["redrive", typo] ++ hosts)
+    assert {1, "", err} = mix(Tasks.Inspect, ["--topic", typo, "--group", "g"] ++ hosts)
+    assert err =~ ~s("#{typo}" does not exist: did you mean "#{topic}"?)
+    assert {2, "", err} = mix(Tasks.DeadLetters, ["list", topic, "--hosst", "localhost:1"])
+    assert err =~ ~s(option --hosst, did you mean "--hosts"?)
+    # Asking has made nothing.
+    assert {1, "", _} = mix(Tasks.DeadLetters, ["list", typo] ++ hosts)
+
+    # There, and nothing was ever rejected.
+    assert {0, "PARTITION" <> _, ""} = mix(Tasks.DeadLetters, ["list", topic] ++ hosts)
   end
 end
