@@ -55,6 +55,7 @@ static void set(rd_kafka_conf_t *conf, const char *name, const char *value)
 static rd_kafka_t *client(rd_kafka_type_t type, rd_kafka_conf_t *conf)
 {
     char err[256];
+    set(conf, "log_level", "3"); /* what is tried again is no line among the results */
     rd_kafka_t *rk = rd_kafka_new(type, conf, err, sizeof err);
     if (!rk) die("rd_kafka_new", err);
     return rk;
