@@ -267,7 +267,7 @@ defmodule Kmq.Info do
         next = p.next_due_ms && "in #{seconds(p.next_due_ms)}"
 
         [p.topic, p.partition, "#{p.state}", p.lag, p.open] ++
-          [seconds(p.oldest_open_ms), p.due, next]
+          [oldest(p), p.due, next]
       end
 
     CommandLine.table([heads | rows] ++ [sums(info, [:lag, :open, nil, :due, nil])])
@@ -279,7 +279,7 @@ defmodule Kmq.Info do
     rows =
       for p <- info.partitions do
         [p.topic, p.partition, "#{p.state}", p.end, p.committed, p.lag, p.buffered, p.started] ++
-          [p.open, seconds(p.oldest_open_ms)]
+          [p.open, oldest(p)]
       end
 
     sums = sums(info, ["", "", :lag, :buffered, :started, :open, nil])
@@ -295,7 +295,9 @@ defmodule Kmq.Info do
       end)
   end
 
-  defp seconds(0), do: "-"
+  defp oldest(%{open: 0}), do: "-"
+  defp oldest(%{oldest_open_ms: ms}), do: seconds(ms)
+
   defp seconds(ms), do: CommandLine.seconds(ms)
 
   defimpl Inspect do

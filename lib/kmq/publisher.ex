@@ -766,18 +766,18 @@ defmodule Kmq.Publisher do
       nil ->
         case Topics.partitions(topic, state.bootstrap, state.admin_props, @topic_check_ms) do
           {:ok, 0} ->
-            {:error,
-             Error.new(
-               :topic_missing,
-               "topic #{inspect(topic)} does not exist; it is not made by publishing to it"
-             )}
+            {:error, error} =
+              Topics.missing(topic, state.bootstrap, state.admin_props, @topic_check_ms)
+
+            text = "#{error.message}; it is not made by publishing to it"
+            {:error, %{error | message: text}}
 
           {:ok, _n} ->
             :ets.insert(state.topics, {topic})
             :ok
 
-          {:error, error} ->
-            {:error, error}
+          error ->
+            error
         end
 
       problem ->

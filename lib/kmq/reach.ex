@@ -78,6 +78,7 @@ defmodule Kmq.Reach do
 
   defp unreachable(error, bootstrap) do
     error = Error.from_native(error)
+    cause = String.replace_prefix(error.message, "cluster id: ", "")
 
     {reason, advice} =
       case error.reason do
@@ -103,7 +104,7 @@ defmodule Kmq.Reach do
       error
       | reason: reason,
         retriable?: true,
-        message: "no broker of :hosts (#{bootstrap}) answered: #{error.message}. #{advice}"
+        message: "no broker of :hosts (#{bootstrap}) answered: #{cause}. #{advice}"
     }
   end
 end

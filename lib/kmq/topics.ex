@@ -24,7 +24,7 @@ defmodule Kmq.Topics do
 
   require Logger
 
-  alias Kmq.{Config, Error, Reach, Sandbox, Security}
+  alias Kmq.{Config, Error, Options, Reach, Sandbox, Security}
 
   @timeout_ms 15_000
   @day_ms 86_400_000
@@ -105,6 +105,15 @@ defmodule Kmq.Topics do
       with {:ok, _id} <- Reach.cluster_id(admin, bootstrap, left(deadline)),
            {:ok, {n, _replication}} <- ask_partitions(admin, topic, deadline),
            do: {:ok, n}
+    end)
+  end
+
+  @doc false
+  # Says that a topic does not exist, and which one may be meant.
+  @spec missing(String.t(), String.t(), Config.props(), pos_integer) :: {:error, Error.t()}
+  def missing(topic, bootstrap, props, timeout_ms) do
+    with_admin(props, bootstrap, timeout_ms, fn admin, deadline ->
+      {:error, Reach.missing(admin, topic, left(deadline))}
     end)
   end
 
@@ -215,18 +224,20 @@ defmodule Kmq.Topics do
   defp queues(run) do
     collect(run.config.topics, fn topic ->
       case ask_partitions(run.admin, topic, run.deadline) do
-        {:ok, {0, _}} -> {:error, missing_queue(topic, run.config)}
+        {:ok, {0, _}} -> {:error, missing_queue(topic, run)}
         {:ok, found} -> with :ok <- queue_settings(run, topic), do: {:ok, {topic, found}}
         {:error, error} -> {:error, error}
       end
     end)
   end
 
-  defp missing_queue(topic, config) do
+  defp missing_queue(topic, run) do
+    meant = Options.meant(topic, Reach.topics(run.admin, left(run.deadline)))
+
     Error.new(
       :topic_missing,
-      "topic #{inspect(topic)} (option :topics) does not exist. Create it, for example:\n" <>
-        "  kafka-topics.sh --bootstrap-server #{config.bootstrap} --create --topic #{topic} --partitions 8"
+      "topic #{inspect(topic)} (option :topics) does not exist#{if meant, do: ", #{meant}", else: "."} Create it, for example:\n" <>
+        "  kafka-topics.sh --bootstrap-server #{run.config.bootstrap} --create --topic #{topic} --partitions 8"
     )
   end
 

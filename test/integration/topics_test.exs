@@ -92,6 +92,13 @@ defmodule Kmq.Integration.TopicsTest do
 
     assert error.message =~ inspect(topic)
 
+    there = queue(cluster, 1)
+    typo = String.replace(there, "-", "--", global: false)
+    assert {:error, error} = Publisher.publish(publisher, typo, "v")
+    assert error.message =~ ~s("#{typo}" does not exist: did you mean "#{there}"?)
+    error = refused(options(cluster, typo))
+    assert error.message =~ "(option :topics) does not exist, did you mean #{inspect(there)}?"
+
     assert {:error, %Error{reason: :topic_missing}} =
              Publisher.publish_async(publisher, topic, "v")
 
