@@ -3,7 +3,7 @@ defmodule Kmq.Integration.TopicLifeTest do
   use Kmq.Test.ClusterCase, on: :kafka
 
   alias Kmq.{Consumer, Topics}
-  alias Kmq.Test.{Kafka, Scene, TopicLife, VM}
+  alias Kmq.Test.{Scene, TopicLife, VM}
 
   @quick [common: ["topic.metadata.refresh.interval.ms": 500]]
 
@@ -15,12 +15,9 @@ defmodule Kmq.Integration.TopicLifeTest do
     vm
   end
 
-  defp grow(cluster, topic, n) do
-    {:ok, admin} = :kmq_nif.admin_open([{"bootstrap.servers", cluster.hosts}])
-    :ok = :kmq_nif.admin_create_partitions(admin, topic, n, 10_000)
-    :ok = :kmq_nif.admin_close(admin)
-    eventually(fn -> Kafka.partitions(cluster.hosts, topic) == n end)
-  end
+  # A message may be in work for as long as such a test takes.
+  defp patient(cluster, topic, extra),
+    do: options(cluster, topic, [kafka_config: @quick, max_processing_time: 600_000] ++ extra)
 
   test "the marker topic grows first, then the queue: its new partitions are read at once", %{
     cluster: cluster
@@ -30,8 +27,8 @@ defmodule Kmq.Integration.TopicLifeTest do
     {:ok, _} = Topics.create(options)
     consumer = consumer(Keyword.put(options, :create_topics, false))
     eventually(fn -> assigned(consumer) == [0] end, 20_000)
-    grow(cluster, Topics.marker_topic(topic, options[:group_id]), 3)
-    grow(cluster, topic, 3)
+    TopicLife.grow(cluster, Topics.marker_topic(topic, options[:group_id]), 3)
+    TopicLife.grow(cluster, topic, 3)
     publish(cluster, topic, for(p <- 0..2, do: {"#{p}", partition: p}))
     messages = pull(consumer, 3, 40_000)
 
@@ -46,14 +43,7 @@ defmodule Kmq.Integration.TopicLifeTest do
     test "deleted and made anew: all of the new one is handled, nothing of the old one (#{policy}, noticed: #{noticed})",
          %{cluster: cluster} do
       topic = queue(cluster, 1)
-
-      options =
-        options(cluster, topic,
-          kafka_config: @quick,
-          offset_reset_policy: unquote(policy),
-          max_processing_time: 600_000
-        )
-
+      options = patient(cluster, topic, offset_reset_policy: unquote(policy))
       args = [cluster, topic, options, unquote(noticed)]
       assert VM.call(vm(), TopicLife, :anew, args, scaled(100_000)) == :ok
     end
@@ -72,14 +62,7 @@ defmodule Kmq.Integration.TopicLifeTest do
       cluster: cluster
     } do
       topic = queue(cluster, 4)
-
-      options =
-        options(cluster, topic,
-          kafka_config: @quick,
-          assignor: unquote(assignor),
-          max_processing_time: 600_000
-        )
-
+      options = patient(cluster, topic, assignor: unquote(assignor))
       args = [cluster, topic, options, @rounds, Scene.seed()]
       time = scaled(60_000 + @rounds * 60_000)
       times = VM.call(vm(), TopicLife, :again_and_again, args, time)

@@ -4,7 +4,7 @@ defmodule Kmq.Integration.TopicsTest do
   use Kmq.Test.ClusterCase, on: :kafka
 
   alias Kmq.{Consumer, Error, Publisher, StageHost, Topics, Tracker}
-  alias Kmq.Test.Kafka
+  alias Kmq.Test.{Kafka, TopicLife}
 
   @bounded_us 20_000_000
 
@@ -337,14 +337,6 @@ defmodule Kmq.Integration.TopicsTest do
     refute error.message =~ "secret-7"
   end
 
-  defp grow(cluster, topic, partitions) do
-    {:ok, %{admin_props: props}} = Kmq.Config.connection(hosts: cluster.hosts)
-    {:ok, admin} = :kmq_nif.admin_open(props)
-    :ok = :kmq_nif.admin_create_partitions(admin, topic, partitions, 10_000)
-    :ok = :kmq_nif.admin_close(admin)
-    eventually(fn -> names(cluster)[topic] == partitions end)
-  end
-
   @quick [common: ["topic.metadata.refresh.interval.ms": "1000"]]
 
   test "a queue topic that grows under its consumer: the marker topic grows with it", %{
@@ -356,7 +348,7 @@ defmodule Kmq.Integration.TopicsTest do
     assert [%{value: "0"} = first] = pull(consumer, 1)
     :ok = Kmq.ack(first)
 
-    grow(cluster, topic, 3)
+    TopicLife.grow(cluster, topic, 3)
     publish(cluster, topic, for(p <- 1..2, do: {"#{p}", partition: p}))
     messages = pull(consumer, 2, 40_000)
     assert Enum.sort(Enum.map(messages, &{&1.partition, &1.value})) == [{1, "1"}, {2, "2"}]
@@ -377,7 +369,7 @@ defmodule Kmq.Integration.TopicsTest do
 
     log =
       ExUnit.CaptureLog.capture_log(fn ->
-        grow(cluster, topic, 2)
+        TopicLife.grow(cluster, topic, 2)
         publish(cluster, topic, [{"1", partition: 1}])
 
         eventually(fn -> waiting(consumer) > 0 end)
@@ -385,7 +377,7 @@ defmodule Kmq.Integration.TopicsTest do
       end)
 
     assert log =~ "markers are not written to #{markers}-1"
-    grow(cluster, markers, 2)
+    TopicLife.grow(cluster, markers, 2)
     assert [%{value: "1"}] = pull(consumer, 1, 40_000)
   end
 

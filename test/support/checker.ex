@@ -156,12 +156,7 @@ defmodule Kmq.Test.Checker do
   @doc "Runs a function with a client for questions."
   @spec admin(String.t(), String.t(), (reference -> result)) :: result when result: term
   def admin(hosts, group, fun) do
-    {:ok, admin} = :kmq_nif.admin_open([{"bootstrap.servers", hosts}, {"group.id", group}])
-
-    try do
-      fun.(admin)
-    after
-      :kmq_nif.admin_close(admin)
-    end
+    props = [{"bootstrap.servers", hosts}, {"group.id", group}]
+    Kmq.Security.with_admin(props, 10_000, fun)
   end
 end

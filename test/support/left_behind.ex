@@ -9,7 +9,7 @@ defmodule Kmq.Test.LeftBehind do
   import Kmq.Test.ClusterCase, only: [consumer: 1, committed: 4, pull: 3, records: 3]
   import Kmq.Test.Eventually
 
-  alias Kmq.{Config, Consumer, Tracker}
+  alias Kmq.{Config, Consumer, Security, Tracker}
   alias Kmq.Test.{MarkerLog, Markers}
 
   @doc "Acknowledges all that is there, stops the consumer, and returns when the group's commits are at the ends."
@@ -38,15 +38,8 @@ defmodule Kmq.Test.LeftBehind do
     end)
   end
 
-  def with_admin(cluster, fun) do
-    {:ok, admin} = :kmq_nif.admin_open([{"bootstrap.servers", cluster.hosts}])
-
-    try do
-      fun.(admin)
-    after
-      :kmq_nif.admin_close(admin)
-    end
-  end
+  def with_admin(cluster, fun),
+    do: Security.with_admin([{"bootstrap.servers", cluster.hosts}], 10_000, fun)
 
   @doc "Deletes what is below an offset."
   def forget(cluster, topic, partition, below) do

@@ -7,12 +7,26 @@ defmodule Kmq.Test.TopicLife do
   import Kmq.Test.Eventually
   import Kmq.Test.ClusterCase, only: [publish: 3, pull: 2, pull: 3]
 
-  alias Kmq.{Consumer, Handle, Topics}
+  alias Kmq.{Config, Consumer, Handle, Security, Topics}
   alias Kmq.Test.Kafka
 
   def assigned(consumer) do
     info = Handle.info(GenServer.call(consumer, :handle))
     Enum.sort(for %{state: :assigned} = p <- info.partitions, do: p.partition)
+  end
+
+  @doc "More partitions; returns when brokers know them."
+  def grow(cluster, topic, n) do
+    {:ok, %{admin_props: props}} = Config.connection(hosts: cluster.hosts)
+
+    :ok =
+      Security.with_admin(
+        props,
+        10_000,
+        &:kmq_nif.admin_create_partitions(&1, topic, n, 10_000)
+      )
+
+    eventually(fn -> Kafka.partitions(cluster.hosts, topic) == n end)
   end
 
   defp delete(cluster, topic) do
