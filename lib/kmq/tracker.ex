@@ -650,7 +650,9 @@ defmodule Kmq.Tracker do
   defp event(:outage, info, state) do
     error = native(info)
     Telemetry.execute([:kmq, :error], %{count: 1}, %{group: state.config.group_id, error: error})
-    Logger.warning("#{name(state)}: #{error.message}; it connects again by itself")
+    # One whose last user is gone ends in a moment; its sandbox may have gone before.
+    level = if state.embedded and state.users == %{}, do: :debug, else: :warning
+    Logger.log(level, "#{name(state)}: #{error.message}; it connects again by itself")
   end
 
   defp event(:connected, info, state) do
