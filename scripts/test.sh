@@ -38,7 +38,7 @@ alone() {
     echo "failed beside other tests, passed alone: $(places "$log" | sort -u | tr '\n' ' ')"
 }
 
-MIX_ENV=test mix compile
+MIX_ENV="test" mix compile
 rm -rf "$logs"
 mkdir -p "$logs"
 part 2 >"$logs/2.log" 2>&1 &
