@@ -365,10 +365,16 @@ static void close_client(engine *e)
     }
 }
 
+/* A group gives a new member its id first, and then waits for it to join with it, until a session is over. So one that is closed in that moment
+ * waits for its id, to leave with it. */
+static bool may_leave(const engine *e, int64_t now)
+{
+    return e->epoch || now >= e->close_join_until || kafka_consumer_member(e->consumer);
+}
+
 static void close_leave(engine *e)
 {
     e->close_step = CLOSE_LEAVE;
-    marks_flush(e, engine_now());
     if (e->config.cooperative) {
         engine_take_asked(e, 0);
         if (kafka_consumer_leave(e->consumer)) return;
@@ -377,6 +383,15 @@ static void close_leave(engine *e)
         engine_asked_nothing(e);
     }
     close_client(e);
+}
+
+static void close_join(engine *e, int64_t now)
+{
+    enum { JOIN_MS = 1000 };
+    e->close_step = CLOSE_JOIN;
+    e->close_join_until = now + JOIN_MS < e->close_drain_until ? now + JOIN_MS : e->close_drain_until;
+    marks_flush(e, now);
+    if (may_leave(e, now)) close_leave(e);
 }
 
 /* Without markers what is in work is waited for, and in a cooperative group its rebalance; closing, with the last commit, takes the last
@@ -391,7 +406,7 @@ void engine_close_begin(engine *e, int64_t deadline, bool drain)
     e->close_drain_until = deadline - (reserve < 2000 ? reserve : 2000);
     e->close_step = CLOSE_DRAIN;
     e->close_waits = drain;
-    if (engine_marks(e)) close_leave(e);
+    if (engine_marks(e)) close_join(e, now);
     engine_notify_owner(e, 0);
 }
 
@@ -402,8 +417,9 @@ static void close_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
     if (e->close_step == CLOSE_DRAIN) {
         if (!modes_drained(e, e->close_waits) && now < e->close_drain_until) return;
         if (!modes_drained(e, true)) *events = enif_make_list_cell(env, atoms.undrained, *events);
-        close_leave(e);
+        close_join(e, now);
     }
+    if (e->close_step == CLOSE_JOIN && may_leave(e, now)) close_leave(e);
     if (e->close_step == CLOSE_LEAVE && (now >= e->close_drain_until || !kafka_consumer_member(e->consumer)))
         close_client(e);
     if (e->close_step == CLOSE_CLIENT && (kafka_consumer_closed(e->consumer) || over)) {

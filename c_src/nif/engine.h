@@ -164,7 +164,7 @@ typedef struct engine_note {
 
 typedef enum engine_state { ENGINE_OPEN, ENGINE_CLOSING, ENGINE_CLOSED } engine_state;
 typedef enum revoke_step { REVOKE_NONE, REVOKE_DRAIN, REVOKE_SETTLE, REVOKE_COMMIT } revoke_step;
-typedef enum close_step { CLOSE_DRAIN, CLOSE_LEAVE, CLOSE_CLIENT, CLOSE_FLUSH, CLOSE_WAIT } close_step;
+typedef enum close_step { CLOSE_DRAIN, CLOSE_JOIN, CLOSE_LEAVE, CLOSE_CLIENT, CLOSE_FLUSH, CLOSE_WAIT } close_step;
 
 struct engine {
     ErlNifMutex *lock;
@@ -202,7 +202,7 @@ struct engine {
 
     bool draining; /* nothing more is handed out */
     close_step close_step;
-    int64_t close_deadline, close_drain_until;
+    int64_t close_deadline, close_drain_until, close_join_until;
     bool close_waits; /* for what is in work, and not for its dead letters alone */
 
     bool commit_in_flight;

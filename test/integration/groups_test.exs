@@ -67,6 +67,49 @@ defmodule Kmq.Integration.GroupsTest do
   end
 
   describe "a member" do
+    # A group that has given somebody an id waits for a JoinGroup with it until a session is over.
+    for {assignor, tags} <- [roundrobin: [], cooperative_sticky: [cooperative: true]] do
+      for {tag, value} <- tags, do: @tag([{tag, value}])
+
+      test "that is stopped in any moment of its joining keeps nobody waiting (#{assignor})", %{
+        cluster: cluster
+      } do
+        topic = queue(cluster, 2)
+
+        options =
+          options(cluster, topic,
+            assignor: unquote(assignor),
+            group_config: [session_timeout_seconds: 300],
+            kafka_config: [consumer: ["heartbeat.interval.ms": 200]]
+          )
+
+        config = Kmq.Config.new!(options, :consumer)
+
+        open = fn ->
+          {:ok, handle} = Kmq.Handle.open(config, {__MODULE__, make_ref()})
+          :ok = Kmq.Handle.attach(handle, self())
+          on_exit(fn -> Kmq.Handle.close(handle, 5_000) end)
+          handle
+        end
+
+        assigned = fn handle ->
+          Enum.count(Kmq.Handle.info(handle).partitions, &(&1.state == :assigned))
+        end
+
+        first = open.()
+        eventually(fn -> assigned.(first) == 2 end, 20_000)
+
+        for ms <- 0..80//8 do
+          second = open.()
+          refute_receive :not_so_soon, ms
+          assert Kmq.Handle.close(second, 20_000) == :ok
+        end
+
+        third = open.()
+        eventually(fn -> assigned.(first) == 1 and assigned.(third) == 1 end, 30_000)
+      end
+    end
+
     # Time in which nothing is done is what is tested: so many times max.poll.interval.ms.
     @poll_ms if System.get_env("KMQ_LONG") == "1", do: 6_000, else: scaled(2_000)
     @times 10
