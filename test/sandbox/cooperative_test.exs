@@ -6,7 +6,7 @@ defmodule Kmq.Sandbox.CooperativeTest do
   alias Kmq.Test.Scene
 
   @moduletag :cooperative
-  @moduletag timeout: scaled(120_000)
+  @moduletag timeout: scaled(180_000)
 
   setup(%{cluster: cluster}, do: refuse_commits(cluster, []))
 
@@ -18,7 +18,8 @@ defmodule Kmq.Sandbox.CooperativeTest do
       drain_timeout: 30_000,
       # whose commits are not to be refused
       tracker: :external,
-      group_config: [session_timeout_seconds: 5, heartbeat_rate_seconds: 1],
+      # The sandbox gives nobody longer than its session to give back.
+      group_config: [session_timeout_seconds: 12, heartbeat_rate_seconds: 1],
       kafka_config: [consumer: ["heartbeat.interval.ms": 200]]
     )
     |> Config.new!(:consumer)
@@ -75,11 +76,11 @@ defmodule Kmq.Sandbox.CooperativeTest do
     numbers(cluster, topic, 10..19)
     work = work ++ take(first, 10)
     second = open(config)
-    [moves] = eventually(fn -> with([] <- parts(first, :leaving), do: nil) end, 30_000)
+    [moves] = eventually(fn -> with([] <- parts(first, :leaving), do: nil) end, 60_000)
     assert parts(second, :assigned) == []
 
     refuse_commits(cluster, [])
-    eventually(fn -> parts(second, :assigned) == [moves] end, 30_000)
+    eventually(fn -> parts(second, :assigned) == [moves] end, 60_000)
     assert now(second, 10) == []
     numbers(cluster, topic, 20..23)
     more = take(first, 2)
@@ -113,7 +114,7 @@ defmodule Kmq.Sandbox.CooperativeTest do
     # There is nobody any more who would take a last commit: it is not waited for.
     assert_receive {[:kmq, :assignments_revoked, :stop], _, %{partitions: [_, _]}}, scaled(3_000)
     refuse_commits(cluster, [])
-    eventually(fn -> parts(handle, :assigned) == [0, 1] end, 30_000)
+    eventually(fn -> parts(handle, :assigned) == [0, 1] end, 60_000)
 
     numbers(cluster, topic, 14..15)
     fresh = take(handle, 6)
