@@ -38,7 +38,7 @@ defmodule Kmq.Sandbox do
   | `{:coordinator, group, id}` | the group is coordinated by this broker from now on |
   | `{:partition_leader, topic, partition, id}` | the partition is led by this broker; -1: by none |
 
-  A broker id of -1 means all brokers. `api` is one of `:produce`, `:fetch`, `:list_offsets`, `:offset_commit`,
+  A broker id of -1 means all brokers, except of `:broker_request_errors`. `api` is one of `:produce`, `:fetch`, `:list_offsets`, `:offset_commit`,
   `:offset_fetch`, `:find_coordinator`, `:join_group`, `:heartbeat`, `:leave_group`, `:sync_group`, `:api_versions`,
   `:init_producer_id`, `:add_partitions_to_txn`, `:add_offsets_to_txn`, `:end_txn`, `:txn_offset_commit`. `error` is the name
   of an error in small letters: `:not_enough_replicas`, `:request_timed_out`, `:not_leader_for_partition` ...; `:transport`
