@@ -90,7 +90,11 @@ defmodule Kmq.BroadwayKafkaOptionsTest do
     },
     fetch_config: %{
       good: [{[], %{"fetch.min.bytes" => "1"}}],
-      bad: [{5, {:whole, "expected :fetch_config to be a keyword list of :min_bytes, :max_bytes, :max_wait_time, got: 5"}}]
+      bad: [
+        {5,
+         {:whole,
+          "expected :fetch_config to be a keyword list of :min_bytes, :max_bytes, :max_wait_time, got: 5"}}
+      ]
     },
     client_config: %{
       good: [{[], %{"client.id" => "kmq-shop"}}],
