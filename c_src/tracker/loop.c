@@ -688,7 +688,7 @@ static void consumer_events(tracker *t)
         case KAFKA_EVENT_ERROR:
             tracker_client_error(t, &event.error);
             if (event.error.fatal) { /* the owner starts us again: all state is in M */
-                fprintf(stderr, "kmq_tracker: %s\n", event.error.text);
+                if (t->daemon) fprintf(stderr, "kmq_tracker: %s\n", event.error.text);
                 t->status = 2;
                 t->mode = MODE_ENDED;
             }
