@@ -187,7 +187,7 @@ struct engine {
     /* The same, grown by callers that had to wait, and shrinking by itself; mark numbers: since it grew; last START reported. */
     uint64_t hunger, hungry_since, start_reported;
     part **active; /* what is assigned: n_active that flow, in round-robin order, and behind them those that leave */
-    size_t n_active, n_assigned, cursor, start_cursor;
+    size_t n_active, n_assigned, cursor, start_cursor, hand_cursor;
     size_t n_retired;
 
     paused_part *paused;

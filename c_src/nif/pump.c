@@ -575,8 +575,9 @@ static int64_t hand_out_all(engine *e, part *p, ErlNifEnv *env, int64_t max, han
 static int64_t hand_out(engine *e, ErlNifEnv *env, int64_t max, handing *h)
 {
     int64_t got = 0;
+    size_t first = e->hand_cursor++; /* each time another: where all is fetched already, the other cursor stands */
     for (size_t i = 0; i < e->n_active && got < max && !h->cut; i++) {
-        part *p = e->active[(e->cursor + i) % e->n_active];
+        part *p = e->active[(first + i) % e->n_active];
         if (!p->store.count || p->paused) continue;
         got += h->lanes ? hand_out_lanes(e, p, env, max - got, h) : hand_out_all(e, p, env, max - got, h);
     }
