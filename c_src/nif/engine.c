@@ -163,6 +163,14 @@ static void commit_failed(engine *e, const kafka_error *error, ErlNifEnv *env, E
         add(env, events, atoms.commit_failed, term_kafka_error(env, error));
 }
 
+/* With markers, what is acknowledged is settled by its END. A commit that is refused for good (a right is missing), which only keeps it from being
+ * handed out again after a crash, is waited for no longer: other topics go on. */
+static void commit_hopeless(const engine *e, part *p, int code)
+{
+    kafka_verdict verdict = kafka_error_verdict(code);
+    if (engine_marks(e) && verdict != KAFKA_RETRIED && verdict != KAFKA_ANSWERED) p->flush_to = -1;
+}
+
 static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
     bool failed = event->error.code != 0;
@@ -176,7 +184,10 @@ static void committed(engine *e, const kafka_event *event, ErlNifEnv *env, ERL_N
             if (!failed)
                 kafka_error_set(&err, kp->error, "%s-%d at %lld", kp->topic, (int)kp->partition, (long long)kp->offset);
             failed = true;
-        } else if (p && !event->error.code && kp->offset >= 0 && kp->offset == p->sent) { /* and not of a slot before */
+            if (p) commit_hopeless(e, p, kp->error);
+        } else if (p && event->error.code) {
+            commit_hopeless(e, p, event->error.code);
+        } else if (p && kp->offset >= 0 && kp->offset == p->sent) { /* and not of a slot before */
             if (p->committed < kp->offset || p->back) p->committed = kp->offset;
             if (p->gated && p->gate_offset >= 0 && p->committed >= p->gate_offset) {
                 p->gated = false;
