@@ -7,7 +7,7 @@
  *
  * Invariants:
  *   (1) a partition's queue exists, is not forwarded and has its wake-up before librdkafka is told of the assignment;
- *   (2) queues[] is sorted by (topic, partition) and holds exactly what was last assigned;
+ *   (2) queues[] is sorted by (topic, partition) and holds exactly what was last assigned, once it closes, what was assigned then;
  *   (3) no message, event or partition list of librdkafka is held between two calls, but for records not yet freed;
  *   (4) after kafka_consumer_destroy has returned, no wake-up runs.
  * Costs: look-up O(log partitions); pop about 200 ns a record, freeing included.
@@ -17,8 +17,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-enum { METADATA_MAX = 4096 }; /* the broker's offset.metadata.max.bytes, by default */
+enum {
+    METADATA_MAX = 4096, /* the broker's offset.metadata.max.bytes, by default */
+    CLOSE_MS = 2000      /* how long the reaper waits for a close that is under way */
+};
 
 struct kafka_queue {
     rd_kafka_queue_t *rkqu;
@@ -39,6 +43,7 @@ struct kafka_consumer {
     kafka_links *links;
     kafka_reaper *reaper;
     bool fixed;                    /* a static member: its group keeps its place when it closes */
+    bool closing;                  /* the library's group handler may end at any moment: see kafka_queues_free */
     kafka_nudge *nudge;            /* NULL: librdkafka's own fetcher does not rest, or no thread to be had */
     size_t half_queue, half_bytes; /* of one partition's local queue, at most */
 };
@@ -166,18 +171,29 @@ static void queue_del(kafka_queue *queue)
     free(queue);
 }
 
-void kafka_queues_free(rd_kafka_t *rk, kafka_queue **queues, size_t n)
+/* What was taken away before has been stopped, and its last word is in its queue: the library's thread answers when that is so. When a consumer
+ * closes it throws away, at its end, what it has not answered, and who has asked waits for ever. Then that end itself is the answer. */
+static void await_stopped(rd_kafka_t *rk, bool closing)
 {
     rd_kafka_topic_partition_list_t *list = NULL;
-    /* answered by the library's thread, when it has stopped the fetchers of what was taken away before: their last word is in the queues then */
-    if (n > 0) rd_kafka_assignment(rk, &list);
+    if (!closing) rd_kafka_assignment(rk, &list);
     if (list != NULL) rd_kafka_topic_partition_list_destroy(list);
+    for (int64_t deadline_ms = kafka_now_ms() + CLOSE_MS;
+         closing && rd_kafka_consumer_closed(rk) == 0 && kafka_left_ms(deadline_ms) > 0;)
+        nanosleep(&(struct timespec){0, 10000000L}, NULL);
+}
+
+void kafka_queues_free(rd_kafka_t *rk, bool closing, kafka_queue **queues, size_t n)
+{
+    if (n > 0) await_stopped(rk, closing);
     for (size_t i = 0; i < n; i++) queue_del(queues[i]);
 }
 
+/* Those of a consumer that closes are the reaper's. */
 static void queues_clear(kafka_consumer *consumer)
 {
-    kafka_queues_free(consumer->rk, consumer->queues, consumer->n_queues);
+    if (consumer->closing) return;
+    kafka_queues_free(consumer->rk, false, consumer->queues, consumer->n_queues);
     consumer->n_queues = 0;
 }
 
@@ -185,6 +201,7 @@ static void queues_clear(kafka_consumer *consumer)
 static void queues_remove(kafka_consumer *consumer, const kafka_partition *partitions, size_t n)
 {
     size_t before = consumer->n_queues;
+    if (consumer->closing) return;
     for (size_t i = 0; i < n; i++) {
         size_t at = position(consumer, partitions[i].topic, partitions[i].partition);
         kafka_queue *queue = kafka_consumer_queue(consumer, partitions[i].topic, partitions[i].partition);
@@ -193,7 +210,7 @@ static void queues_remove(kafka_consumer *consumer, const kafka_partition *parti
         memmove(consumer->queues + at, consumer->queues + at + 1, (consumer->n_queues - at) * sizeof *consumer->queues);
         consumer->queues[consumer->n_queues] = queue;
     }
-    kafka_queues_free(consumer->rk, consumer->queues + consumer->n_queues, before - consumer->n_queues);
+    kafka_queues_free(consumer->rk, false, consumer->queues + consumer->n_queues, before - consumer->n_queues);
 }
 
 /* Splits this partition off the consumer's queue. The flag that keeps it split survives later assignments. */
@@ -622,8 +639,10 @@ bool kafka_consumer_member(kafka_consumer *consumer)
 int kafka_consumer_close_begin(kafka_consumer *consumer, kafka_error *err)
 {
     if (kafka_consumer_cooperative(consumer)) kafka_consumer_leave(consumer);
-    return kafka_fail_object(err, consumer->rk, rd_kafka_consumer_close_queue(consumer->rk, consumer->control),
-                             "close");
+    int rc =
+        kafka_fail_object(err, consumer->rk, rd_kafka_consumer_close_queue(consumer->rk, consumer->control), "close");
+    consumer->closing = rc == KAFKA_OK;
+    return rc;
 }
 
 bool kafka_consumer_closed(kafka_consumer *consumer) { return rd_kafka_consumer_closed(consumer->rk) != 0; }
@@ -659,6 +678,7 @@ static void hand_over(kafka_consumer *consumer, int flags, void (*done)(void *ct
 {
     consumer->reaper->queues = consumer->queues;
     consumer->reaper->n_queues = consumer->n_queues;
+    consumer->reaper->closing = consumer->closing;
     kafka_reap(consumer->reaper, consumer->rk, flags, done, ctx);
     free(consumer);
 }
@@ -675,7 +695,7 @@ void kafka_consumer_destroy(kafka_consumer *consumer, void (*done)(void *ctx), v
     /* not closed: leaving the group in an orderly way may take for ever (a broker that does not answer), so it is not tried */
     int flags = kafka_consumer_closed(consumer) ? 0 : RD_KAFKA_DESTROY_F_NO_CONSUMER_CLOSE;
     quiet(consumer);
-    if (consumer->n_queues > 0) stop_all(consumer);
+    if (consumer->n_queues > 0 && !consumer->closing) stop_all(consumer);
     rd_kafka_queue_destroy(consumer->control);
     hand_over(consumer, flags, done, ctx);
 }

@@ -109,6 +109,7 @@ typedef struct kafka_reaper {
     kafka_links *links;        /* freed last; as nudge */
     kafka_queue **queues;      /* of a consumer, emptied before: see consumer.c */
     size_t n_queues;
+    bool closing;
     int flags; /* RD_KAFKA_DESTROY_F_... */
     void (*done)(void *ctx);
     void *ctx;
@@ -117,8 +118,9 @@ kafka_reaper *kafka_reaper_new(void);
 /* Starts the thread and returns at once; takes the reaper. */
 void kafka_reap(kafka_reaper *reaper, rd_kafka_t *rk, int flags, void (*done)(void *ctx), void *ctx);
 
-/* consumer.c: empties and frees the queues, whose fetchers were told to stop; not the list. Waits for the library's thread, a millisecond at most. */
-void kafka_queues_free(rd_kafka_t *rk, kafka_queue **queues, size_t n);
+/* consumer.c: empties and frees the queues, whose fetchers were told to stop; not the list. Waits for the library's thread, a
+ * millisecond at most; closing: for the end of its close, at most two seconds. */
+void kafka_queues_free(rd_kafka_t *rk, bool closing, kafka_queue **queues, size_t n);
 
 void kafka_live_add(int n);
 

@@ -35,7 +35,7 @@ static void *run(void *arg)
     kafka_reaper *reaper = arg;
     kafka_nudge_stop(reaper->nudge);
     if (reaper->control != NULL) leave(reaper->rk, reaper->control);
-    kafka_queues_free(reaper->rk, reaper->queues, reaper->n_queues);
+    kafka_queues_free(reaper->rk, reaper->closing, reaper->queues, reaper->n_queues);
     free(reaper->queues);
     rd_kafka_destroy_flags(reaper->rk, reaper->flags);
     kafka_links_del(reaper->links);

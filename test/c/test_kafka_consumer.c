@@ -652,6 +652,41 @@ static void hidden_topic(void **state)
     hidden("hidden-5", "roundrobin", true, false);
 }
 
+/* A static member does not take its leave: the library's group handler ends as soon as the partitions are taken back, and throws away whatever
+ * question it has not answered by then. Whoever asked one would wait for ever; each close here is a chance to do so. */
+static void static_closes(void **state)
+{
+    (void)state;
+    MOCK_ONLY(c);
+    enum { MEMBERS = 40 };
+    static member members[MEMBERS];
+    kafka_error err;
+    const char *name = "static";
+    topic(&c, name, 2);
+    for (int i = 0; i < MEMBERS; i++) {
+        member *m = &members[i];
+        char group[16];
+        snprintf(group, sizeof group, "static-%d", i);
+        kafka_property props[] = {{"bootstrap.servers", c.bootstrap},
+                                  {"group.id", group},
+                                  {"group.instance.id", "one"},
+                                  {"partition.assignment.strategy", "roundrobin"}};
+        kafka_wake wake = waker_of(&m->control);
+        assert_int_equal(kafka_consumer_open(props, 4, &wake, NULL, &m->consumer, &err), 0);
+        assert_int_equal(kafka_consumer_subscribe(m->consumer, &name, 1, &err), 0);
+    }
+    for (int i = 0; i < MEMBERS; i++) EVENTUALLY(30, (serve(&members[i]), members[i].assigned == 2));
+    alarm((unsigned)(scaled_ms(30) / 1000));
+    for (int i = 0; i < MEMBERS; i++) {
+        assert_int_equal(kafka_consumer_close_begin(members[i].consumer, &err), 0);
+        EVENTUALLY(10, (serve(&members[i]), kafka_consumer_closed(members[i].consumer)));
+        assert_int_equal(members[i].revoked, 2);
+        kafka_consumer_destroy(members[i].consumer, NULL, NULL);
+    }
+    assert_nothing_left();
+    alarm(0);
+}
+
 static void error_table(void **state)
 {
     (void)state;
@@ -678,7 +713,7 @@ int main(void)
         cmocka_unit_test(pop_by_bytes),        cmocka_unit_test(destroy_full),  cmocka_unit_test(small_queue),
         cmocka_unit_test(out_of_range),        cmocka_unit_test(rebalance),     cmocka_unit_test(cooperative),
         cmocka_unit_test(commit_and_outsider), cmocka_unit_test(missing_topic), cmocka_unit_test(broker_gone),
-        cmocka_unit_test(close_sequence),      cmocka_unit_test(hidden_topic),
+        cmocka_unit_test(close_sequence),      cmocka_unit_test(hidden_topic),  cmocka_unit_test(static_closes),
     };
     return cmocka_run_group_tests_name("kafka consumer", tests, start, stop);
 }
