@@ -146,7 +146,7 @@ defmodule Kmq.Test.Bodies.Control do
 
     # What it has STARTed ahead, and not handed out, is ended. It reads on when somebody takes.
     eventually(fn ->
-      assert Kmq.ack(pull(consumer, 1)) == :ok
+      assert Kmq.ack(Consumer.pull(consumer, max: 1, wait: 100)) == :ok
       assert row(consumer, 0).started >= 400
     end)
 
