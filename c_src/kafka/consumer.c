@@ -161,11 +161,16 @@ kafka_queue *kafka_consumer_queue(kafka_consumer *consumer, const char *topic, i
 
 /* What is left in a queue holds its partition, and that its leader's broker. The library itself empties only the queues of partitions that it
  * still knows at its end: of a topic that was deleted, or hidden by an ACL, one word would keep the client from ever being destroyed. */
-static void queue_del(kafka_queue *queue)
+static void queue_empty(kafka_queue *queue)
 {
     rd_kafka_message_t *message;
     kafka_wake_off(queue->rkqu);
     while ((message = rd_kafka_consume_queue(queue->rkqu, 0)) != NULL) rd_kafka_message_destroy(message);
+}
+
+static void queue_del(kafka_queue *queue)
+{
+    queue_empty(queue);
     rd_kafka_queue_destroy(queue->rkqu);
     free(queue->topic);
     free(queue);
@@ -189,10 +194,14 @@ void kafka_queues_free(rd_kafka_t *rk, bool closing, kafka_queue **queues, size_
     for (size_t i = 0; i < n; i++) queue_del(queues[i]);
 }
 
-/* Those of a consumer that closes are the reaper's. */
+/* Those of a consumer that closes are freed by the reaper, which finds the fetchers' last words in them; but records that lie there until then
+ * keep the client of a deleted topic, too. */
 static void queues_clear(kafka_consumer *consumer)
 {
-    if (consumer->closing) return;
+    if (consumer->closing) {
+        for (size_t i = 0; i < consumer->n_queues; i++) queue_empty(consumer->queues[i]);
+        return;
+    }
     kafka_queues_free(consumer->rk, false, consumer->queues, consumer->n_queues);
     consumer->n_queues = 0;
 }
@@ -201,16 +210,17 @@ static void queues_clear(kafka_consumer *consumer)
 static void queues_remove(kafka_consumer *consumer, const kafka_partition *partitions, size_t n)
 {
     size_t before = consumer->n_queues;
-    if (consumer->closing) return;
     for (size_t i = 0; i < n; i++) {
         size_t at = position(consumer, partitions[i].topic, partitions[i].partition);
         kafka_queue *queue = kafka_consumer_queue(consumer, partitions[i].topic, partitions[i].partition);
-        if (queue == NULL) continue;
+        if (queue != NULL && consumer->closing) queue_empty(queue);
+        if (queue == NULL || consumer->closing) continue;
         consumer->n_queues--;
         memmove(consumer->queues + at, consumer->queues + at + 1, (consumer->n_queues - at) * sizeof *consumer->queues);
         consumer->queues[consumer->n_queues] = queue;
     }
-    kafka_queues_free(consumer->rk, false, consumer->queues + consumer->n_queues, before - consumer->n_queues);
+    if (before > consumer->n_queues)
+        kafka_queues_free(consumer->rk, false, consumer->queues + consumer->n_queues, before - consumer->n_queues);
 }
 
 /* Splits this partition off the consumer's queue. The flag that keeps it split survives later assignments. */
