@@ -67,9 +67,7 @@ defmodule Bench.Delay do
         topics: [topic],
         group_id: topic,
         marker_topic: topic <> "-m",
-        create_topics: true,
-        # At the rate at which they are due, which is the default, its limit would be measured: a queue that is full all the time.
-        redelivery_rate: 5 * b.rate
+        create_topics: true
       )
 
     puller = Task.async(fn -> pull(consumer, b.parked, []) end)

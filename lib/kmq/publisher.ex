@@ -11,7 +11,8 @@ defmodule Kmq.Publisher do
       They run in the calling process; many processes may publish at once, and one batch is built of what they bring.
     * `publish_async/4` returns when the message is in the local queue. That queue is bounded (`:queue_bytes`,
       `:queue_messages`); when it is full the call waits for room: that is the back-pressure. What becomes of the message is
-      told by telemetry (`[:kmq, :publish, :error]`) and in the log, and by `flush/2`.
+      told by telemetry (`[:kmq, :publish, :error]`) and in the log, and by `flush/2`. An orderly stop (of a supervisor, of the VM by SIGTERM)
+      waits up to 8 s for what is on its way; what is left then is said in the log.
 
   A topic that does not exist is refused; it is asked for once, and never made by asking.
 
@@ -64,8 +65,15 @@ defmodule Kmq.Publisher do
     flushers: [],
     unlogged: %{},
     noted: %{},
-    log_timer: nil
+    log_timer: nil,
+    # close/2 has waited already
+    flushed?: false
   ]
+
+  # A supervisor's patience, and what of it is for the last reports.
+  @shutdown_ms 10_000
+  @last_reports_ms 8_000
+  @timeout_max 4_294_967_295
 
   # ---- API
 
@@ -87,7 +95,7 @@ defmodule Kmq.Publisher do
     %{
       id: options[:name] || __MODULE__,
       start: {__MODULE__, :start_link, [Security.hide(options)]},
-      shutdown: 10_000
+      shutdown: @shutdown_ms
     }
   end
 
@@ -199,6 +207,7 @@ defmodule Kmq.Publisher do
   @spec close(GenServer.server(), timeout) :: :ok | {:error, Error.t()}
   def close(publisher, timeout \\ 30_000) do
     result = flush(publisher, timeout)
+    :ok = GenServer.call(publisher, :flushed)
     GenServer.stop(publisher)
     result
   catch
@@ -613,7 +622,14 @@ defmodule Kmq.Publisher do
   end
 
   defp deadline(:infinity), do: :infinity
-  defp deadline(timeout), do: System.monotonic_time(:millisecond) + timeout
+
+  defp deadline(timeout) when timeout in 0..@timeout_max,
+    do: System.monotonic_time(:millisecond) + timeout
+
+  defp deadline(timeout) do
+    raise ArgumentError,
+          "a timeout is milliseconds, 0 to #{@timeout_max}, or :infinity, got: #{inspect(timeout)}"
+  end
 
   defp left(:infinity), do: :infinity
   defp left(deadline), do: max(deadline - System.monotonic_time(:millisecond), 0)
@@ -679,6 +695,8 @@ defmodule Kmq.Publisher do
 
     {:noreply, flushed(%{state | flushers: [{from, timer} | state.flushers]})}
   end
+
+  def handle_call(:flushed, _from, state), do: {:reply, :ok, %{state | flushed?: true}}
 
   def handle_call(:queued, _from, state),
     do: {:reply, :kmq_nif.publisher_queued(state.ref), state}
@@ -750,7 +768,10 @@ defmodule Kmq.Publisher do
   end
 
   @impl true
-  def terminate(_reason, state) do
+  def terminate(reason, state) do
+    orderly? = reason in [:normal, :shutdown] or match?({:shutdown, _}, reason)
+    wait = if orderly? and not state.flushed?, do: @last_reports_ms, else: 0
+    state = await_reports(state, deadline(wait))
     log_failed(state)
 
     state.outstanding > 0 &&
@@ -758,6 +779,21 @@ defmodule Kmq.Publisher do
 
     :kmq_nif.publisher_close(state.ref)
     :ok
+  end
+
+  # publish_async has said :ok of these.
+  defp await_reports(%{outstanding: 0} = state, _deadline), do: state
+
+  defp await_reports(%{ref: ref} = state, deadline) do
+    receive do
+      message
+      when message == :reopen or (elem(message, 0) == :kmq and elem(message, 1) == ref) or
+             elem(message, 0) == :kmq_token ->
+        {:noreply, state} = handle_info(message, state)
+        await_reports(state, deadline)
+    after
+      left(deadline) -> state
+    end
   end
 
   # Only what exists is remembered: what is missing may be made later.

@@ -21,6 +21,34 @@ defmodule Kmq.Sandbox.PublisherTest do
     Publisher.close(publisher)
   end
 
+  # publish_async said :ok of each: an orderly end waits for what is on its way.
+  test "stopped by its supervisor with thousands on their way: all of them are published" do
+    sandbox = start_supervised!(Kmq.Sandbox, id: :slow)
+    cluster = %{kind: :sandbox, hosts: Kmq.Sandbox.bootstrap(sandbox)}
+    topic = queue(cluster, 1)
+    start_supervised!({Publisher, hosts: cluster.hosts, name: :stopped, compression: :none})
+    assert {:ok, _} = Publisher.publish(:stopped, topic, "first")
+    :ok = Kmq.Sandbox.inject(sandbox, {:rtt, 1, 300})
+    for i <- 1..5_000, do: :ok = Publisher.publish_async(:stopped, topic, "#{i}")
+    assert Publisher.queued(:stopped) > 0
+    stop_supervised!(:stopped)
+    :ok = Kmq.Sandbox.inject(sandbox, {:rtt, 1, 0})
+    assert length(records(cluster, topic, 1)) == 5_001
+  end
+
+  test "a timeout that is none is refused in the caller" do
+    sandbox = start_supervised!(Kmq.Sandbox, id: :timeouts)
+    publisher = start_supervised!({Publisher, hosts: Kmq.Sandbox.bootstrap(sandbox)})
+
+    for bad <- [2 ** 70, -1, "x", nil] do
+      assert_raise ArgumentError, ~r/a timeout is milliseconds/, fn ->
+        Publisher.flush(publisher, bad)
+      end
+    end
+
+    assert Publisher.flush(publisher, 1_000) == :ok
+  end
+
   # What is queued is reported as failed, what finds no room says so.
   defp goes_away do
     sandbox = start_supervised!(Kmq.Sandbox, id: :mortal)
