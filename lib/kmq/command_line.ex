@@ -83,7 +83,8 @@ defmodule Kmq.CommandLine do
   defp line(%{line: line}), do: ", line #{line},"
   defp line(_error), do: ""
 
-  defp what(%{description: text}), do: text
+  # Behind a colon the parser quotes the file.
+  defp what(%{description: text}), do: text |> String.split(":", parts: 2) |> hd()
   defp what(error), do: Exception.message(error)
 
   defp finish(:ok, _options), do: :ok

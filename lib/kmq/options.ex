@@ -499,7 +499,11 @@ defmodule Kmq.Options do
       type_doc: "list of `{name, value}`",
       doc: "Values may be `nil`. Order and repetitions are kept."
     ],
-    partition: [type: :non_neg_integer, doc: "Instead of the partitioner's choice."],
+    partition: [
+      type: {:custom, Types, :integer_in, [0, 0x7FFF_FFFF]},
+      type_doc: "`t:non_neg_integer/0`",
+      doc: "Instead of the partitioner's choice."
+    ],
     timestamp: [type: :pos_integer, doc: "ms since 1970; default now."],
     timeout: [
       type: :timeout,
@@ -739,7 +743,16 @@ defmodule Kmq.Options do
   defp invalid(name, parent, message),
     do: "invalid value for #{inspect(name)} option of #{inspect(parent)}: #{message}"
 
+  # What no int64 of the native side could hold.
+  @integer_max 0x3FFF_FFFF_FFFF_FFFF
+
   defp value(value, :any, _spec, _name), do: {:ok, value}
+
+  defp value(value, type, _spec, _name)
+       when type in [:pos_integer, :non_neg_integer, :timeout] and is_integer(value) and
+              value > @integer_max,
+       do: expected("an integer up to #{@integer_max}", value)
+
   defp value(value, :boolean, _spec, _name) when is_boolean(value), do: {:ok, value}
   defp value(value, :boolean, _spec, _name), do: expected("true or false", value)
   defp value(value, :string, _spec, _name) when is_binary(value), do: {:ok, value}

@@ -138,8 +138,25 @@ defmodule Kmq.Sandbox do
   @spec inject(sandbox, fault) :: :ok | {:error, Error.t()}
   def inject(sandbox, fault) when is_tuple(fault) and tuple_size(fault) > 1 do
     [name | args] = Tuple.to_list(fault)
+
+    # What the program cannot read at all it takes for a broken pipe.
+    unless is_atom(name) and plain?(args),
+      do: raise(ArgumentError, "bad arguments for #{inspect(name)}: #{inspect(args)}")
+
     command(sandbox, name, List.to_tuple(args))
   end
+
+  def inject(_sandbox, fault) do
+    raise ArgumentError,
+          "a fault is a tuple like {:broker_down, 1}, see Kmq.Sandbox, got: #{inspect(fault)}"
+  end
+
+  defp plain?(list) when is_list(list),
+    do: not List.improper?(list) and Enum.all?(list, &plain?/1)
+
+  defp plain?(pair) when is_tuple(pair), do: pair |> Tuple.to_list() |> plain?()
+  defp plain?(n) when is_integer(n), do: abs(n) < 0x8000_0000_0000_0000
+  defp plain?(other), do: is_atom(other) or is_binary(other)
 
   @doc """
   The sandbox of this VM that one of these addresses belongs to.

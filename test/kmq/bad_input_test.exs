@@ -155,4 +155,14 @@ defmodule Kmq.BadInputTest do
       assert raised(fn -> Sandbox.start_link(options) end) == text
     end
   end
+
+  test "integers that the native side cannot hold" do
+    for name <- [:start_ahead, :max_in_flight, :redelivery_rate, :ttl, :ack_flush_interval] do
+      options = [hosts: "h:1", topics: ["t"], group_id: "g"] ++ [{name, 2 ** 70}]
+
+      assert_raise ArgumentError,
+                   "invalid value for #{inspect(name)} option: expected an integer up to #{2 ** 62 - 1}, got: #{2 ** 70}",
+                   fn -> Kmq.Consumer.start_link(options) end
+    end
+  end
 end

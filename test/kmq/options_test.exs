@@ -236,7 +236,7 @@ defmodule Kmq.OptionsTest do
 
     assert publish(:partition, -1) ==
              {:error,
-              "invalid value for :partition option: expected a non-negative integer, got: -1"}
+              "invalid value for :partition option: expected an integer from 0 to 2147483647, got: -1"}
 
     assert publish(:key, 5) ==
              {:error, "invalid value for :key option: expected a binary or nil, got: 5"}

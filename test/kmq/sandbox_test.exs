@@ -148,6 +148,10 @@ defmodule Kmq.SandboxTest do
 
     for {fault, text} <- [
           {{:sideways, 1}, ":sideways is no fault of Kmq.Sandbox$"},
+          {:broker_down, "a fault is a tuple like {:broker_down, 1}"},
+          {{:rtt, self(), 5}, "bad arguments for :rtt: "},
+          {{:rtt, 1, 2 ** 70}, "bad arguments for :rtt: "},
+          {{:request_errors, :produce, [:a | :b]}, "bad arguments for :request_errors: "},
           {{:broker_dwon, 1}, ":broker_dwon .*: did you mean :broker_down\\?"},
           {{:request_errors, :produced, [:transport]}, ":produced .*: did you mean :produce\\?"},
           {{:request_errors, :produce, [:transprot]},

@@ -145,7 +145,8 @@ defmodule Kmq.Test.Bodies.Tasks do
     for {text, expected} <- [
           {~s([topics: ["a"],\n client_config: [sasl: {:plain, "u", "secret"}),
            ~r/, line \d, is no Elixir: /},
-          {"[a: 1\n b: 2]", ~r/, line 2, is no Elixir: syntax error before: b/},
+          {"[a: 1\n b: 2]", ~r/, line 2, is no Elixir: syntax error before$/m},
+          {"root:x:0", ~r/, line 1, is no Elixir: (?!.*root)/s},
           {"[a: no_such_function()]", ~r/, line 1, is no Elixir: undefined function/},
           {"[a: 1 / 0]", ~r/ is no Elixir: bad argument in arithmetic/},
           {"5", ~r/ holds no keyword list; it is to be like \[client_config: \[ssl: true\]\]/}
