@@ -7,7 +7,7 @@
  *
  * Invariants:
  *   (1) a partition's queue exists, is not forwarded and has its wake-up before librdkafka is told of the assignment;
- *   (2) queues[] is sorted by (topic, partition) and holds exactly what was last assigned, once it closes, what was assigned then;
+ *   (2) queues[] is sorted by (topic, partition) and holds exactly what was last assigned; once it closes, what was assigned then;
  *   (3) no message, event or partition list of librdkafka is held between two calls, but for records not yet freed;
  *   (4) after kafka_consumer_destroy has returned, no wake-up runs.
  * Costs: look-up O(log partitions); pop about 200 ns a record, freeing included.
@@ -43,7 +43,7 @@ struct kafka_consumer {
     kafka_links *links;
     kafka_reaper *reaper;
     bool fixed;                    /* a static member: its group keeps its place when it closes */
-    bool closing;                  /* the library's group handler may end at any moment: see kafka_queues_free */
+    bool closing;                  /* the library's group handler may end at any moment: see await_stopped */
     kafka_nudge *nudge;            /* NULL: librdkafka's own fetcher does not rest, or no thread to be had */
     size_t half_queue, half_bytes; /* of one partition's local queue, at most */
 };
@@ -181,11 +181,14 @@ static void queue_del(kafka_queue *queue)
 static void await_stopped(rd_kafka_t *rk, bool closing)
 {
     rd_kafka_topic_partition_list_t *list = NULL;
-    if (!closing) rd_kafka_assignment(rk, &list);
+    if (closing) {
+        int64_t deadline_ms = kafka_now_ms() + CLOSE_MS;
+        while (rd_kafka_consumer_closed(rk) == 0 && kafka_left_ms(deadline_ms) > 0)
+            nanosleep(&(struct timespec){0, 10000000L}, NULL);
+        return;
+    }
+    rd_kafka_assignment(rk, &list);
     if (list != NULL) rd_kafka_topic_partition_list_destroy(list);
-    for (int64_t deadline_ms = kafka_now_ms() + CLOSE_MS;
-         closing && rd_kafka_consumer_closed(rk) == 0 && kafka_left_ms(deadline_ms) > 0;)
-        nanosleep(&(struct timespec){0, 10000000L}, NULL);
 }
 
 void kafka_queues_free(rd_kafka_t *rk, bool closing, kafka_queue **queues, size_t n)
@@ -213,14 +216,16 @@ static void queues_remove(kafka_consumer *consumer, const kafka_partition *parti
     for (size_t i = 0; i < n; i++) {
         size_t at = position(consumer, partitions[i].topic, partitions[i].partition);
         kafka_queue *queue = kafka_consumer_queue(consumer, partitions[i].topic, partitions[i].partition);
-        if (queue != NULL && consumer->closing) queue_empty(queue);
-        if (queue == NULL || consumer->closing) continue;
+        if (queue == NULL) continue;
+        if (consumer->closing) {
+            queue_empty(queue);
+            continue;
+        }
         consumer->n_queues--;
         memmove(consumer->queues + at, consumer->queues + at + 1, (consumer->n_queues - at) * sizeof *consumer->queues);
         consumer->queues[consumer->n_queues] = queue;
     }
-    if (before > consumer->n_queues)
-        kafka_queues_free(consumer->rk, false, consumer->queues + consumer->n_queues, before - consumer->n_queues);
+    kafka_queues_free(consumer->rk, false, consumer->queues + consumer->n_queues, before - consumer->n_queues);
 }
 
 /* Splits this partition off the consumer's queue. The flag that keeps it split survives later assignments. */
@@ -663,7 +668,7 @@ int kafka_consumer_test_fatal(kafka_consumer *consumer, const char *reason)
     return code == RD_KAFKA_RESP_ERR_NO_ERROR ? KAFKA_OK : KAFKA_EKAFKA;
 }
 
-/* So that what a fetcher says when it is stopped is there before the reaper looks: see queue_del. */
+/* So that what a fetcher says when it is stopped is there before the reaper looks: see queue_empty. */
 static void stop_all(kafka_consumer *consumer)
 {
     rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)consumer->n_queues);
