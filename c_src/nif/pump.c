@@ -29,8 +29,7 @@
 enum {
     POP = 256,          /* records popped and freed together ... */
     POP_BYTES = 131072, /* ... and how much of them: all that is popped is copied before the next look at the clock */
-    QUANTUM = 1024,     /* of one partition in a row: a START of 1,000 costs what one of 10 costs ... */
-    QUANTUM_MAX = 8192, /* ... and each is a request to the broker: callers in a hurry get longer runs */
+    QUANTUM = 1024,     /* of one partition in a row, over several calls, at least: a START of 1,000 costs what one of 10 costs */
     HAND_OUT = 64,      /* messages between two looks at the clock */
     AHEAD_MAX = 65536,  /* messages STARTed beside start_ahead, at most */
     AHEAD_FRESH_MS = 200,
@@ -348,7 +347,7 @@ static bool starts_urgent(const engine *e, int64_t now)
 
 /* STARTs, each partition in its turn; what the slice has no room for is written with the next poll. Each is a request to the broker: while there is
  * no hurry, a partition that has a backlog waits until it has a long run for one. */
-static void start_some(engine *e, int64_t now)
+static void start_some(engine *e, size_t run, int64_t now)
 {
     bool urgent = starts_urgent(e, now);
     for (size_t i = 0; i < e->n_active; i++) {
@@ -358,9 +357,11 @@ static void start_some(engine *e, int64_t now)
         }
         e->start_cursor = (e->start_cursor + 1) % e->n_active;
         part *p = e->active[e->start_cursor];
-        if (urgent || !p->hot || p->unstarted >= MARKS_RUN || p->n_parks) marks_start(e, p, now);
+        if (urgent || !p->hot || p->unstarted >= run || p->n_parks) marks_start(e, p, now);
     }
 }
+
+static bool flows(const part *p) { return p->hot && !p->broken && !p->lame && !part_stands(p); }
 
 /* Would the next fetch read a queue? What stood when the last one looked may stand no more (a hand-out found room in its lane), or
  * what took its room stands now. Such a queue wakes nobody: it did when its first record came. */
@@ -372,7 +373,7 @@ static bool unread(const engine *e, int64_t want, int64_t now)
     if (count >= window(e, want, now) || (int64_t)bytes >= e->config.store_bytes) return false;
     for (size_t i = 0; i < e->n_active; i++) {
         const part *p = e->active[i];
-        if (p->hot && !p->broken && !p->lame && !part_stands(p)) return true;
+        if (flows(p)) return true;
     }
     return false;
 }
@@ -387,18 +388,25 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
     if (want > 0 && engine_marks(e) && count >= window(e, want, now)) starved(e);
     int64_t room = window(e, want, now) - count;
     bool skipped = false;
-    size_t quantum = e->n_active ? (size_t)ahead(e, now) / (2 * e->n_active) : 0;
-    quantum = quantum < QUANTUM ? QUANTUM : quantum > QUANTUM_MAX ? QUANTUM_MAX : quantum;
+    /* Each START is a request to the broker: callers in a hurry get longer runs, of which the window holds three (one that is read, one on its
+     * way, one that is handed out) however many partitions there are. */
+    size_t quantum = (size_t)ahead(e, now) / 3;
+    quantum = quantum < QUANTUM ? QUANTUM : quantum > MARKS_RUN ? MARKS_RUN : quantum;
     while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start)) {
         part *p = e->active[e->cursor % e->n_active];
-        e->cursor = (e->cursor + 1) % e->n_active;
         size_t got = 0, before = p->store.bytes;
         int64_t position = p->position;
-        while (p->hot && !p->broken && !p->lame && !part_stands(p) && got < quantum && (int64_t)got < room &&
+        while (flows(p) && e->run < quantum && (int64_t)got < room &&
                (int64_t)(bytes + p->store.bytes - before) < e->config.store_bytes) {
-            size_t left = (size_t)(room - (int64_t)got);
-            got += fetch_some(e, p, left < quantum - got ? left : quantum - got, now);
+            size_t left = (size_t)(room - (int64_t)got), n = quantum - e->run;
+            int64_t from = p->position;
+            got += fetch_some(e, p, left < n ? left : n, now);
+            e->run += (size_t)(p->position - from); /* also what is skipped: it takes no room, but time */
             if (slice_over(start)) break;
+        }
+        if (!flows(p) || e->run >= quantum) {
+            e->cursor = (e->cursor + 1) % e->n_active;
+            e->run = 0;
         }
         bytes += p->store.bytes - before;
         skipped = skipped || p->position - position > (int64_t)got;
@@ -408,7 +416,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
     if (skipped) engine_want_commit(e, now); /* what is skipped moves the floor, too */
     for (size_t i = 0; i < e->n_active; i++)
         if (e->active[i]->lame) engine_notify_owner(e, 0); /* who begins it again */
-    if (engine_marks(e)) start_some(e, now);
+    if (engine_marks(e)) start_some(e, quantum, now);
 }
 
 static bool may_fetch(const engine *e) { return e->state == ENGINE_OPEN && !e->draining && e->n_active; }
