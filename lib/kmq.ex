@@ -224,7 +224,8 @@ defmodule Kmq do
   Membership goes on, what is in work can be settled, other partitions go on. The pause holds for this consumer also after a
   rebalance, and ends with it; another consumer that is given the partition reads it.
 
-  `{:error, %Kmq.Error{reason: :not_assigned}}`: one of them is not here just now; then none was paused.
+  `{:error, %Kmq.Error{reason: :not_assigned}}`: one of them is not here just now; then none was paused. `:closed`, as of `resume/2` and `seek/3`:
+  nothing runs there just now.
   """
   @spec pause(GenServer.server(), {String.t(), non_neg_integer} | [tuple] | :all) ::
           :ok | {:error, Kmq.Error.t()}
@@ -269,8 +270,8 @@ defmodule Kmq do
   defp sync([]), do: nil
   defp sync(options), do: Options.validate!(options, @sync)[:sync]
 
-  defp settle_all(%Message{} = message, sync, fun) do
-    case settle_of(message.handle, [message], sync, fun) do
+  defp settle_all(%Message{handle: %Handle{} = handle} = message, sync, fun) do
+    case settle_of(handle, [message], sync, fun) do
       :ok -> :ok
       {:error, [{_message, reason} | _]} -> {:error, reason}
     end
@@ -278,12 +279,14 @@ defmodule Kmq do
 
   defp settle_all([], _sync, _fun), do: :ok
 
-  defp settle_all([%Message{handle: handle} | _] = messages, sync, fun) do
+  # length/1: a list that does not end with [] is none.
+  defp settle_all([%Message{handle: %Handle{} = handle} | _] = messages, sync, fun)
+       when length(messages) > 0 do
     if Enum.all?(messages, &match?(%Message{handle: ^handle}, &1)) do
       settle_of(handle, messages, sync, fun)
     else
       # Before the first of them is settled.
-      Enum.each(messages, &(is_struct(&1, Message) || no_message(&1)))
+      Enum.each(messages, &(match?(%Message{handle: %Handle{}}, &1) || no_message(&1)))
 
       messages
       |> Enum.group_by(& &1.handle)
@@ -300,8 +303,13 @@ defmodule Kmq do
     end
   end
 
-  defp settle_all([other | _], _sync, _fun), do: no_message(other)
+  defp settle_all([other | _] = list, _sync, _fun) when length(list) > 0, do: no_message(other)
   defp settle_all(other, _sync, _fun), do: no_message(other)
+
+  defp no_message(%Message{} = message) do
+    raise ArgumentError,
+          "expected a message that a Kmq.Consumer has handed out, got one that was made by hand: #{inspect(message, limit: 5)}"
+  end
 
   defp no_message(other) do
     in_broadway =
@@ -365,7 +373,7 @@ defmodule Kmq do
   def reason_text(nil), do: nil
   def reason_text(reason), do: reason |> text() |> cut(@text_bytes)
 
-  defp text(%{__exception__: true} = exception), do: Exception.message(exception)
+  defp text(exception) when is_exception(exception), do: Exception.message(exception)
 
   defp text(text) when is_binary(text) do
     if String.valid?(text), do: text, else: inspect(text, limit: 50)

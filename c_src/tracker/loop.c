@@ -323,7 +323,7 @@ static void check_done(helper_job *job, void *owner)
     check_job *check = (check_job *)(void *)job;
     tracker *t = owner;
     kafka_error err;
-    const char *missing = NULL;
+    const char *missing = NULL, *how = "";
     t->checking = false;
     t->check_ms = t->now_ms + RETRY_MS;
     if (t->mode != MODE_CHECKING) goto done;
@@ -333,14 +333,19 @@ static void check_done(helper_job *job, void *owner)
     }
     for (size_t i = 0; i < t->config.n_queues; i++) {
         tracker_queue *queue = &t->queues[i];
-        if (check->counts[i][0] == 0) missing = queue->markers;
-        if (check->counts[i][1] == 0) missing = queue->topic;
+        if (check->counts[i][0] == 0) {
+            missing = queue->markers;
+            how = "does not exist: mix kmq.topics create makes it, or a pipeline with create_topics: true";
+        }
+        if (check->counts[i][1] == 0) {
+            missing = queue->topic;
+            how = "does not exist: it is the queue, create it first";
+        }
         target_init(&queue->copies, t->config.queues[i].copies, false, check->counts[i][2]);
         target_init(&queue->dead_letters, t->config.queues[i].dead_letters, true, check->counts[i][3]);
     }
     if (missing) {
-        tracker_alarm(t, &t->alarm_ms[ALARM_CHECK], "missing_topic", missing, -1,
-                      "does not exist: create it, or set create_topics");
+        tracker_alarm(t, &t->alarm_ms[ALARM_CHECK], "missing_topic", missing, -1, "%s", how);
         goto done;
     }
     t->sandbox = strncmp(check->cluster, "mockCluster", 11) == 0;

@@ -44,6 +44,40 @@ defmodule Kmq.Advice do
 
   defp text(_other, _config), do: nil
 
+  # What librdkafka says of a connection, in the words of the options: what it is, and what to look at. The first that fits.
+  @connections [
+    {["security.protocol", "SSL listener", "SASL authentication"],
+     "the broker closes each new connection",
+     "do :ssl and :sasl of :client_config fit this listener?"},
+    {["Connection refused"], "the connection is refused", "does a broker listen there?"},
+    {["ailed to resolve", "not known", "resolution"], "its name cannot be resolved",
+     "is it right in :hosts, and in the broker's advertised.listeners?"},
+    {["setup timed out", "Operation timed out", "Connection timed out"],
+     "the connection is not answered", "is the address right, does a firewall stand between?"},
+    {["Disconnected", "reset by peer", "Broken pipe"], "the broker has closed the connection",
+     nil}
+  ]
+
+  @doc """
+  The error of a broken connection in our words. With `advice?: false` without the question what to look at.
+
+      iex> text = "kafka-1:9092/1: Connect to ipv4#10.0.0.1:9092 failed: Connection refused (after 1ms in state CONNECT) (_TRANSPORT)"
+      iex> Kmq.Advice.connection(Kmq.Error.new(:transport, text)).message
+      "kafka-1:9092/1: the connection is refused: does a broker listen there? (_TRANSPORT)"
+  """
+  @spec connection(Error.t(), keyword) :: Error.t()
+  def connection(%Error{} = error, options \\ []) do
+    with [_, who, text, name] <-
+           Regex.run(~r/\A(.*?[^ ]+:\d+\/[^ ]+: )(.*) (\(_[A-Z_]+\))\z/s, error.message),
+         {_, what, look} <-
+           Enum.find(@connections, fn {words, _, _} -> String.contains?(text, words) end) do
+      advice = if look != nil and Keyword.get(options, :advice?, true), do: ": " <> look
+      %{error | message: "#{who}#{what}#{advice} #{name}"}
+    else
+      _other -> error
+    end
+  end
+
   @doc "What to do when markers are not written because of rights, to be added to the error; or nothing."
   @spec markers(String.t()) :: String.t()
   def markers(what) do

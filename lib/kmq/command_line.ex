@@ -10,35 +10,79 @@ defmodule Kmq.CommandLine do
   @doc """
   Parses, starts Kmq, calls `fun` with words, options and the connection, and ends the task as its result says:
   `:ok`, `{:error, %Kmq.Error{}}`, or `{:usage, text}`.
+
+  Texts call options as they are called here; `called` are those whose name differs, `[group_id: "--group"]`.
   """
-  @spec run([String.t()], String.t(), keyword, ([String.t()], keyword, keyword -> term)) :: :ok
-  def run(args, usage, switches, fun) do
-    {options, words, wrong} = OptionParser.parse(args, strict: @common ++ switches)
+  @spec run([String.t()], String.t(), keyword, ([String.t()], keyword, keyword -> term), keyword) ::
+          :ok
+  def run(args, usage, switches, fun, called \\ []) do
+    {options, words} = parse(args, @common ++ switches)
 
-    cond do
-      options[:help] ->
-        IO.puts(usage)
-
-      wrong != [] ->
-        bad_usage("unknown or incomplete option #{unknown(wrong, @common ++ switches)}")
-
-      true ->
-        Mix.Task.run("app.start")
-        Logger.configure(level: :error)
-        Application.put_env(:kmq, :waiting, :stderr)
-        finish(call(fun, words, options), options)
+    if options[:help] do
+      IO.puts(usage)
+    else
+      Mix.Task.run("app.start")
+      Logger.configure(level: :error)
+      Application.put_env(:kmq, :waiting, :stderr)
+      result = call(fun, words, options)
+      finish(in_switches(result, switches, called), options)
     end
   end
 
-  defp unknown([{option, _value} | _], switches) do
-    names =
-      for {name, _type} <- switches,
-          do: "--" <> (name |> to_string() |> String.replace("_", "-"))
+  @doc "Options and words; the first option that is wrong ends the task."
+  @spec parse([String.t()], keyword) :: {keyword, [String.t()]}
+  def parse(args, switches) do
+    case OptionParser.parse(args, strict: switches) do
+      {options, words, []} ->
+        {options, words}
 
-    case Options.meant(option, names) do
-      nil -> option
-      meant -> "#{option}, #{meant}"
+      {options, words, [{option, value} | _]} ->
+        # Who asks for help need not have the rest right.
+        if options[:help], do: {options, words}, else: bad_usage(wrong(option, value, switches))
     end
+  end
+
+  defp wrong(option, value, switches) do
+    case Enum.find(switches, fn {name, _type} -> switch(name) == option end) do
+      nil ->
+        names = for {name, _type} <- switches, do: switch(name)
+        hint = if meant = Options.meant(option, names), do: ", " <> meant
+        "unknown option #{option}#{hint}"
+
+      {_name, :boolean} ->
+        "#{option} takes no value, got: #{value}"
+
+      {_name, type} when value == nil ->
+        "#{option} needs a value#{if type == :integer, do: ", a whole number"}"
+
+      {_name, _integer} ->
+        "#{option} takes a whole number, got: #{value}"
+    end
+  end
+
+  defp switch(name), do: "--" <> (name |> to_string() |> String.replace("_", "-"))
+
+  # Who has written --group does not know of :group_id.
+  defp in_switches(:ok, _switches, _called), do: :ok
+
+  defp in_switches({:error, %Error{} = error}, switches, called),
+    do: {:error, %{error | message: in_switches(error.message, switches, called)}}
+
+  defp in_switches({:usage, text}, switches, called),
+    do: {:usage, in_switches(text, switches, called)}
+
+  defp in_switches(text, switches, called) do
+    names =
+      for {name, _type} <- @common ++ switches, into: %{}, do: {to_string(name), switch(name)}
+
+    names = for {name, switch} <- called, into: names, do: {to_string(name), switch}
+
+    Regex.replace(~r/(required option )?(?<![\w:.]):([a-z_]+)( option)?/, text, fn all,
+                                                                                   _,
+                                                                                   name,
+                                                                                   _ ->
+      Map.get(names, name, all)
+    end)
   end
 
   defp call(fun, words, options) do
@@ -51,6 +95,15 @@ defmodule Kmq.CommandLine do
 
   defp connection(options) do
     [hosts: options[:hosts] || "localhost:9092"] ++ file(options[:options])
+  end
+
+  @doc "Of a pipeline: what was given of its topics and its group."
+  @spec queue(keyword) :: keyword
+  def queue(options) do
+    topics = Keyword.get_values(options, :topic)
+
+    if(topics == [], do: [], else: [topics: topics]) ++
+      if(options[:group], do: [group_id: options[:group]], else: [])
   end
 
   # Further options of Kmq (client_config, kafka_config, marker_topic ...) as an Elixir keyword list.
@@ -101,7 +154,9 @@ defmodule Kmq.CommandLine do
 
   defp finish({:usage, text}, _options), do: bad_usage(text)
 
-  defp bad_usage(text) do
+  @doc "Says what is wrong with the arguments, and ends the task."
+  @spec bad_usage(String.t()) :: no_return
+  def bad_usage(text) do
     IO.puts(:stderr, "#{text}\nsee --help")
     exit({:shutdown, 2})
   end

@@ -18,7 +18,7 @@ defmodule Kmq.Consumer do
 
   require Logger
 
-  alias Kmq.{Config, Error, Handle, Info, Message, Options}
+  alias Kmq.{Ask, Config, Error, Handle, Info, Message, Options}
 
   @reopen_ms 1_000
   @call_margin_ms 5_000
@@ -49,45 +49,55 @@ defmodule Kmq.Consumer do
     %{
       id: options[:name] || __MODULE__,
       start: {__MODULE__, :start_link, [Kmq.Security.hide(options)]},
-      shutdown: (options[:drain_timeout] || 30_000) + 2_000
+      shutdown: drain(options[:drain_timeout]) + 2_000
     }
   end
+
+  # What is none is told by start_link/1.
+  defp drain(ms) when is_integer(ms) and ms > 0, do: ms
+  defp drain(_default), do: 30_000
 
   @doc """
   Up to `:max` messages (default 1). Where there is none yet, it waits up to `:wait` ms (default 0) for the first.
 
-  Raises `Kmq.Error` when the consumer has lost its place in the group to another one with the same `group_instance_id`: it does not
-  join again, stop it.
+  Raises `Kmq.Error` when the consumer has ended, before or while this waited (reason `:closed`), and when it has lost its place in the group to
+  another one with the same `group_instance_id` (`:fenced_instance_id`): it does not join again, stop it.
   """
   @spec pull(GenServer.server(), keyword) :: [Message.t()]
   def pull(consumer, options \\ []) do
     # Checked in the caller: a wrong argument is its own bug, and not the consumer's.
     [max: max, wait: wait] = Options.validate!(options, @pull)
 
-    case GenServer.call(consumer, {:pull, max, wait}, wait + @call_margin_ms) do
-      {:fenced, error} -> raise error
+    case Ask.call(__MODULE__, "pull/2", consumer, {:pull, max, wait}, wait + @call_margin_ms) do
+      {:error, error} -> raise error
       messages -> messages
     end
   end
 
   @doc """
-  Waits until all that was settled before this call is written to Kafka.
+  Waits until all that was settled before this call is written to Kafka: for `timeout_ms` at most, then it is `{:error, %Kmq.Error{reason: :timeout}}`
+  and written later. A consumer that has ended is `{:error, %Kmq.Error{reason: :closed}}`.
   """
   @spec flush(GenServer.server(), timeout) :: :ok | {:error, Error.t()}
   def flush(consumer, timeout_ms \\ 5_000) do
-    case GenServer.call(consumer, :handle) do
+    timeout_ms = Options.Types.timeout!(timeout_ms)
+
+    case Ask.call(__MODULE__, "flush/2", consumer, :handle, @call_margin_ms) do
       nil ->
         {:error, Error.new(:closed, "the consumer has no connection", retriable?: true)}
 
-      handle ->
+      %Handle{} = handle ->
         with {:error, error} <- Handle.flush(handle, timeout_ms),
              do: {:error, Error.from_native(error)}
+
+      {:error, error} ->
+        {:error, error}
     end
   end
 
   @doc """
-  Other queue topics from now on. Those that are new are checked first; what is in work of the others can still be settled. See
-  `OffBroadway.Kmq.Producer.update_topics/2`.
+  Other queue topics from now on. Those that are new are checked first; what is in work of the others can still be settled. `[]` reads nothing
+  until there are topics again; at its start a consumer needs one. See `OffBroadway.Kmq.Producer.update_topics/2`.
   """
   @spec update_topics(GenServer.server(), [String.t()]) :: :ok | {:error, Error.t()}
   defdelegate update_topics(consumer, topics), to: Kmq.Control
@@ -97,11 +107,16 @@ defmodule Kmq.Consumer do
 
   With `delivery: :offsets` it waits, for `:drain_timeout` at most, while another process that has pulled is alive and something is in work: that may
   still be settled. For what the caller itself has pulled it does not wait.
+
+  One that has ended before is `{:error, %Kmq.Error{reason: :closed}}`; one that has not ended after `timeout` ms goes on doing so, and that is
+  `{:error, %Kmq.Error{reason: :timeout}}`.
   """
-  @spec stop(GenServer.server(), timeout) :: :ok
+  @spec stop(GenServer.server(), timeout) :: :ok | {:error, Error.t()}
   def stop(consumer, timeout \\ :infinity) do
-    GenServer.cast(consumer, {:stopper, self()})
-    GenServer.stop(consumer, :normal, timeout)
+    timeout = Options.Types.timeout!(timeout)
+
+    with :ok <- Ask.call(__MODULE__, "stop/2", consumer, {:stopper, self()}, @call_margin_ms),
+         do: Ask.stop(__MODULE__, "stop/2", consumer, timeout)
   end
 
   # ---- GenServer
@@ -121,7 +136,7 @@ defmodule Kmq.Consumer do
 
   @impl true
   def handle_call({:pull, _max, _wait}, _from, %{fenced: %Error{} = error} = state),
-    do: {:reply, {:fenced, error}, state}
+    do: {:reply, {:error, error}, state}
 
   def handle_call({:pull, max, wait}, {pid, _tag} = from, state) do
     case if(state.waiting == [], do: take(state, max), else: []) do
@@ -141,9 +156,16 @@ defmodule Kmq.Consumer do
 
   def handle_call(:handle, _from, state), do: {:reply, state.handle, state}
 
+  def handle_call({:stopper, pid}, _from, state),
+    do: {:reply, :ok, %{state | pullers: Map.delete(state.pullers, pid)}}
+
+  def handle_call(request, _from, state), do: {:reply, Ask.unknown(__MODULE__, request), state}
+
   @impl true
-  def handle_cast({:stopper, pid}, state),
-    do: {:noreply, %{state | pullers: Map.delete(state.pullers, pid)}}
+  def handle_cast(request, state) do
+    Ask.dropped(__MODULE__, request)
+    {:noreply, state}
+  end
 
   @impl true
   def handle_info({:kmq, ref, :ready}, %{handle: %{ref: ref}} = state),
@@ -155,7 +177,7 @@ defmodule Kmq.Consumer do
         %{handle: %{ref: ref}} = state
       ) do
     Process.demonitor(state.monitor, [:flush])
-    Enum.each(state.waiting, &reply(&1, {:fenced, error}))
+    Enum.each(state.waiting, &reply(&1, {:error, error}))
     {:noreply, %{state | handle: nil, monitor: nil, waiting: [], fenced: error}}
   end
 
@@ -209,17 +231,19 @@ defmodule Kmq.Consumer do
   def handle_info({:EXIT, _pid, reason}, state), do: {:stop, reason, state}
 
   def handle_info(message, state) do
-    Logger.warning(
-      "kmq: #{inspect(state.key)}: an unknown message was dropped: #{inspect(message)}"
-    )
-
+    Ask.dropped(__MODULE__, message)
     {:noreply, state}
   end
 
   @impl true
-  def terminate(_reason, %{handle: nil}), do: :ok
-
   def terminate(_reason, state) do
+    Enum.each(state.waiting, &reply(&1, {:error, Ask.closed(__MODULE__)}))
+    close(state)
+  end
+
+  defp close(%{handle: nil}), do: :ok
+
+  defp close(state) do
     drain? =
       Enum.any?(state.pullers, fn {pid, _} -> node(pid) != node() or Process.alive?(pid) end)
 

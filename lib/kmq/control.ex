@@ -2,7 +2,7 @@ defmodule Kmq.Control do
   @moduledoc false
   # Pause, resume, seek and other topics, of consumers and pipelines: whose partition it is, and where a place is. See guides/control.md.
 
-  alias Kmq.{Error, Handle, Info, Security, Topics}
+  alias Kmq.{Ask, Error, Handle, Info, Options, Security, Topics}
 
   @ask_ms 10_000
   # The three questions of position/4, and a bit.
@@ -13,25 +13,25 @@ defmodule Kmq.Control do
 
   @spec pause(term, partition | [partition] | :all, boolean) :: :ok | {:error, Error.t()}
   def pause(server, partitions, pause?) do
-    assigned = assigned(server)
+    wanted = if partitions == :all, do: :all, else: Enum.map(listed(partitions), &partition!/1)
 
-    wanted =
-      if partitions == :all,
-        do: Map.keys(assigned),
-        else: Enum.map(listed(partitions), &partition!/1)
+    with {:ok, handles} <- handles(server) do
+      assigned = assigned(handles)
+      wanted = if wanted == :all, do: Map.keys(assigned), else: wanted
 
-    case Enum.reject(wanted, &Map.has_key?(assigned, &1)) do
-      missing when missing == [] or not pause? ->
-        wanted |> Enum.reject(&paused(&1, assigned, server, pause?)) |> result(server)
+      case Enum.reject(wanted, &Map.has_key?(assigned, &1)) do
+        missing when missing == [] or not pause? ->
+          wanted |> Enum.reject(&paused(&1, assigned, handles, pause?)) |> result(server)
 
-      missing ->
-        result(missing, server)
+        missing ->
+          result(missing, server)
+      end
     end
   end
 
   # What is assigned here; a pause of what is away just now can be ended all the same, by whichever member remembers it.
-  defp paused({topic, partition} = place, assigned, server, pause?) do
-    handles = if handle = assigned[place], do: [handle], else: handles(server)
+  defp paused({topic, partition} = place, assigned, handles, pause?) do
+    handles = if handle = assigned[place], do: [handle], else: handles
 
     handles
     |> Enum.map(&:kmq_nif.consumer_pause(&1.ref, topic, partition, pause?))
@@ -43,9 +43,11 @@ defmodule Kmq.Control do
     place = partition!(place)
     to = place!(to)
 
-    case assigned(server) do
-      %{^place => handle} -> GenServer.call(handle.pid, {:seek, place, to}, @seek_ms)
-      _ -> result([place], server)
+    with {:ok, handles} <- handles(server) do
+      case assigned(handles) do
+        %{^place => handle} -> GenServer.call(handle.pid, {:seek, place, to}, @seek_ms)
+        _ -> result([place], server)
+      end
     end
   catch
     :exit, {:timeout, _} -> {:error, Error.new(:timeout, "no answer in time", retriable?: true)}
@@ -65,7 +67,7 @@ defmodule Kmq.Control do
     )
   end
 
-  defp listed(partitions) when is_list(partitions), do: partitions
+  defp listed(partitions) when is_list(partitions) and length(partitions) >= 0, do: partitions
   defp listed(partition), do: [partition]
 
   defp partition!({topic, partition} = place)
@@ -75,8 +77,12 @@ defmodule Kmq.Control do
   defp partition!(other),
     do: raise(ArgumentError, "expected {topic, partition}, got: #{inspect(other)}")
 
-  defp place!(%DateTime{} = time), do: {:timestamp, DateTime.to_unix(time, :millisecond)}
-  defp place!({:timestamp, ms} = place) when is_integer(ms) and ms >= 0, do: place
+  # The native side's int64.
+  @most 0x3FFF_FFFF_FFFF_FFFF
+
+  # Before 1970 there is no record: the first one is at or after that, too.
+  defp place!(%DateTime{} = time), do: {:timestamp, max(DateTime.to_unix(time, :millisecond), 0)}
+  defp place!({:timestamp, ms} = place) when is_integer(ms) and ms in 0..@most, do: place
   defp place!(place) when place in [:beginning, :end], do: place
   defp place!(offset) when is_integer(offset) and offset >= 0, do: offset
 
@@ -90,15 +96,31 @@ defmodule Kmq.Control do
   @doc "Other queue topics, in every member. The topics are checked here, so that no consumer waits for it."
   @spec update_topics(term, [String.t()]) :: :ok | {:error, Error.t()}
   def update_topics(server, topics) do
-    case handles(server) do
-      [] ->
+    with :ok <- topics!(topics),
+         {:ok, [first | _] = handles} <- handles(server),
+         {:ok, config} <- ask(first, {:with_topics, topics}),
+         {:ok, _partitions} <- Topics.prepare(config) do
+      each(handles, &ask(&1, {:update_topics, topics}))
+    else
+      {:ok, []} ->
         message = "#{inspect(server)} has no connection just now"
         {:error, Error.new(:closed, message, retriable?: true)}
 
-      [first | _] = handles ->
-        with {:ok, config} <- ask(first, {:with_topics, topics}),
-             {:ok, _partitions} <- Topics.prepare(config),
-             do: each(handles, &ask(&1, {:update_topics, topics}))
+      error ->
+        error
+    end
+  end
+
+  # Also when nobody is there to say so.
+  defp topics!([]), do: :ok
+
+  defp topics!(topics) do
+    case Options.check(topics, {:custom, Options.Types, :topics, []}) do
+      {:ok, _topics} ->
+        :ok
+
+      {:error, message} ->
+        {:error, Error.new(:invalid_option, "invalid value for topics: " <> message)}
     end
   end
 
@@ -113,22 +135,39 @@ defmodule Kmq.Control do
   end
 
   # %{{topic, partition} => handle}
-  defp assigned(server) do
-    for handle <- handles(server),
+  defp assigned(handles) do
+    for handle <- handles,
         %{state: :assigned} = p <- Handle.info(handle).partitions,
         into: %{},
         do: {{p.topic, p.partition}, handle}
   end
 
   defp handles(server) do
-    case Info.find(server) do
-      {kind, _name, _group, keys} when kind in [:consumer, :pipeline] ->
-        for {_index, key} <- keys,
-            {pid, ref} <- Registry.lookup(Kmq.Registry, {:native, key}),
-            do: %Handle{pid: pid, ref: ref}
+    if ended?(server) do
+      {:error, Error.new(:closed, "#{inspect(server)} is closed: nothing runs there just now")}
+    else
+      case Info.find(server) do
+        {kind, _name, _group, keys} when kind in [:consumer, :pipeline] ->
+          {:ok,
+           for(
+             {_index, key} <- keys,
+             {pid, ref} <- Registry.lookup(Kmq.Registry, {:native, key}),
+             do: %Handle{pid: pid, ref: ref}
+           )}
 
-      _other ->
-        raise ArgumentError, "expected a consumer or a pipeline's name, got: #{inspect(server)}"
+        _other ->
+          raise ArgumentError,
+                "expected a consumer or a pipeline's name, got: #{inspect(server)}"
+      end
+    end
+  end
+
+  # A process that was there, or a name that stands for nothing; a pipeline has one that nothing need run by.
+  defp ended?(server) do
+    case Ask.resolve(server) do
+      pid when is_pid(pid) and node(pid) == node() -> not Process.alive?(pid)
+      nil -> not Info.pipeline?(server)
+      _elsewhere_or_no_name -> false
     end
   end
 

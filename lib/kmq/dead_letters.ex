@@ -95,6 +95,8 @@ defmodule Kmq.DeadLetters do
           {:ok, DeadLetter.t()} | {:error, Error.t()}
   def show(topic, partition, offset, options) do
     run = run!(topic, options, @read)
+    number!(partition, "partition", 0x7FFF_FFFF)
+    number!(offset, "offset", 0x7FFF_FFFF_FFFF_FFFE)
 
     with_admin(run, run.dead_letter_topic <> "__read", fn admin ->
       with {:ok, spans} <- spans(admin, run, false),
@@ -112,6 +114,13 @@ defmodule Kmq.DeadLetters do
            )}
       end
     end)
+  end
+
+  defp number!(n, _what, most) when is_integer(n) and n in 0..most, do: :ok
+
+  defp number!(other, what, most) do
+    raise ArgumentError,
+          "expected the #{what}, an integer from 0 to #{most}, got: #{inspect(other)}"
   end
 
   defp read_one(admin, run, spans, partition, offset) do

@@ -3,8 +3,12 @@ defmodule Kmq.Error do
   What went wrong, as a value.
 
   Every function of Kmq that can fail for a reason outside of the program returns `{:error, %Kmq.Error{}}`;
-  raising is kept for callers' bugs (bad options raise `ArgumentError`). It is an exception too, so that it can be raised
-  or given to `Exception.message/1`.
+  raising is kept for callers' bugs (bad options raise `ArgumentError`, and so does a process of another kind than a function takes). It is
+  an exception too, so that it can be raised or given to `Exception.message/1`.
+
+  A process that has ended, before a call or while it waits, is `{:error, %Kmq.Error{reason: :closed}}`; one that does not answer in time is
+  `:timeout`. Functions whose answer is the value itself (`Kmq.Consumer.pull/2`, `Kmq.Publisher.queued/1`, `Kmq.Sandbox.bootstrap/1`, those of
+  `Kmq.Testing`) raise the error instead.
 
     * `:reason` - an atom, see `t:reason/0`
     * `:code` - the number librdkafka or the broker gave, or `nil`
@@ -61,8 +65,9 @@ defmodule Kmq.Error do
     * `:too_few_partitions` - a marker or dead letter topic has fewer partitions than its queue topic
     * `:create_time` - a marker topic does not stamp its records on arrival (`LogAppendTime`)
     * `:compacted` - a topic is compacted that must not be
-    * `:closed` - the handle, consumer or publisher is closed
+    * `:closed` - the handle, consumer, publisher, tracker or sandbox is closed, or its node is out of reach
     * `:timeout` - not done in the time given; it may still be done later
+    * `:unknown_call` - a process of Kmq was asked what it does not know, by a `GenServer.call/2` of one's own
     * `:queue_full` - the publisher's local queue had no room in the time given
     * `:delay_too_long` - a message would be due later than its topic keeps it
     * `:receipt` - a receipt is not one, or not signed with this secret

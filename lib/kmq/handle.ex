@@ -17,6 +17,7 @@ defmodule Kmq.Handle do
 
   alias Kmq.{
     Advice,
+    Ask,
     Beginning,
     CommandLine,
     Config,
@@ -149,6 +150,8 @@ defmodule Kmq.Handle do
 
   def settle(%__MODULE__{ref: ref}, action, tokens) do
     refused(:kmq_nif.consumer_settle(ref, end_cause(action), tokens), tokens)
+  rescue
+    ArgumentError -> {:error, unusable(ref, tokens)}
   end
 
   defp end_cause(:ack), do: 0
@@ -166,6 +169,8 @@ defmodule Kmq.Handle do
   def retry(%__MODULE__{ref: ref}, tokens, cause, text) do
     {code, flags} = Map.fetch!(@retry_causes, cause)
     refused(:kmq_nif.consumer_retry(ref, tokens, code, flags, clip(text)), tokens)
+  rescue
+    ArgumentError -> {:error, unusable(ref, tokens)}
   end
 
   @doc "To the dead letter topic. The original is needed where there is no tracker to read it again."
@@ -193,8 +198,11 @@ defmodule Kmq.Handle do
     remote(handle, {:extend, tokens}, tokens)
   end
 
-  def extend(%__MODULE__{ref: ref}, tokens),
-    do: refused(:kmq_nif.consumer_extend(ref, tokens, false), tokens)
+  def extend(%__MODULE__{ref: ref}, tokens) do
+    refused(:kmq_nif.consumer_extend(ref, tokens, false), tokens)
+  rescue
+    ArgumentError -> {:error, unusable(ref, tokens)}
+  end
 
   @doc "It is no more of this handle's: whoever has a receipt settles it within the time limit, or it comes again."
   @spec leave(t, [token]) :: :ok | {:error, [refusal]}
@@ -205,6 +213,8 @@ defmodule Kmq.Handle do
   def leave(%__MODULE__{ref: ref}, tokens) do
     timed = for {slot, offset} <- tokens, do: {slot, offset, -1}
     refused(:kmq_nif.consumer_extend(ref, timed, true), tokens)
+  rescue
+    ArgumentError -> {:error, unusable(ref, tokens)}
   end
 
   @doc "What a receipt of one of its messages says beside the message's place; nil when it is closed."
@@ -236,6 +246,24 @@ defmodule Kmq.Handle do
     if String.valid?(text),
       do: text,
       else: trim_partial(binary_part(text, 0, byte_size(text) - 1), n - 1)
+  end
+
+  # A message that was kept beyond the life of its VM has a reference that stands for nothing. Where that is not so, the message was changed.
+  defp unusable(ref, tokens) do
+    if ours?(ref),
+      do:
+        raise(
+          ArgumentError,
+          "expected messages as a consumer has handed them out, one of these was changed"
+        ),
+      else: all_closed(tokens)
+  end
+
+  defp ours?(ref) do
+    _ = :kmq_nif.consumer_info(ref)
+    true
+  rescue
+    ArgumentError -> false
   end
 
   defp refused(:ok, _tokens), do: :ok
@@ -547,6 +575,8 @@ defmodule Kmq.Handle do
     {:reply, :kmq_nif.consumer_test_fatal(state.ref, which), poll(state)}
   end
 
+  def handle_call(request, _from, state), do: {:reply, Ask.unknown(__MODULE__, request), state}
+
   @impl true
   def handle_cast({:workers, borrower, pids}, state) do
     workers = for pid <- pids, into: state.workers, do: {Process.monitor(pid), borrower}
@@ -554,6 +584,11 @@ defmodule Kmq.Handle do
   end
 
   def handle_cast(:gone_are_made_good, state), do: {:noreply, %{state | worker_gone: false}}
+
+  def handle_cast(request, state) do
+    Ask.dropped(__MODULE__, request)
+    {:noreply, state}
+  end
 
   @impl true
   def handle_info({:kmq, ref, {:due, 0}}, %{ref: ref} = state), do: {:noreply, poll(state)}
@@ -884,7 +919,7 @@ defmodule Kmq.Handle do
 
   # Brokers are out of reach: said once, and when they are there again. What both clients say meanwhile is the same.
   defp event({:outage, error}, state) do
-    error = Error.from_native(error)
+    error = error |> Error.from_native() |> Advice.connection()
     Logger.warning("kmq: #{name(state)}: #{error.message}; it connects again by itself")
     telemetry([:error], %{count: 1}, state, %{error: error})
     state

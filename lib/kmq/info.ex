@@ -28,7 +28,7 @@ defmodule Kmq.Info do
   queue), `:partition`, `:lag` (markers not read yet), `:open`, `:oldest_open_ms`, `:due` and `:next_due_ms` (`nil`: never); see `Kmq.Tracker.info/1`.
   """
 
-  alias Kmq.{CommandLine, Handle, Telemetry, Tracker}
+  alias Kmq.{Ask, CommandLine, Handle, Telemetry, Tracker}
 
   defstruct [:kind, :name, :group, members: [], partitions: [], total: %{}]
 
@@ -46,12 +46,32 @@ defmodule Kmq.Info do
 
   @doc false
   # Called by the process itself. `{:consumer, key, group}`, `{:producer, {name, index}, group}`, `{:publisher, ref, nil}`,
-  # `{:tracker, name, group}`
+  # `{:tracker, name, group}`, `{:sandbox, name, nil}`
   @spec register({atom, term, String.t() | nil}) :: :ok
   def register(who) do
     {:ok, _} = Registry.register(Kmq.Registry, {:info, self()}, who)
     :ok
   end
+
+  @modules %{
+    consumer: Kmq.Consumer,
+    producer: OffBroadway.Kmq.Producer,
+    publisher: Kmq.Publisher,
+    tracker: Tracker,
+    sandbox: Kmq.Sandbox
+  }
+
+  @doc false
+  # What runs in a process of this node, where it is one of Kmq's that a user may know.
+  @spec module(pid) :: module | nil
+  def module(pid) do
+    with {kind, _name, _group} <- registered(pid), do: @modules[kind]
+  end
+
+  @doc false
+  # Whether that is the name of a pipeline of this node.
+  @spec pipeline?(term) :: boolean
+  def pipeline?(name), do: members(name) != []
 
   @doc false
   # The handles of a consumer or pipeline: `{kind, name, group, [{index, key}]}`; others as they registered, with their pid.
@@ -75,6 +95,7 @@ defmodule Kmq.Info do
 
   defp found({:consumer, key, group}, _pid, server), do: {:consumer, server, group, [{0, key}]}
   defp found({:producer, {name, _index}, _group}, _pid, _server), do: find(name)
+  defp found({:sandbox, _name, _group}, _pid, server), do: unknown(server)
   defp found({kind, _own, group}, pid, server), do: {kind, server, group, pid}
   defp found(nil, _pid, server), do: unknown(server)
 
@@ -83,15 +104,11 @@ defmodule Kmq.Info do
           "expected a consumer, a pipeline's name, a publisher or a tracker that runs on this node, got: #{inspect(server)}"
   end
 
-  defp pid(server) when is_pid(server), do: server
-
   defp pid(server) do
-    case GenServer.whereis(server) do
+    case Ask.resolve(server) do
       pid when is_pid(pid) -> pid
       _none_or_elsewhere -> nil
     end
-  rescue
-    _not_a_name -> nil
   end
 
   defp registered(pid) do

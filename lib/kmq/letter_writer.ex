@@ -13,7 +13,7 @@ defmodule Kmq.LetterWriter do
   use GenServer, restart: :temporary
 
   require Logger
-  alias Kmq.{Error, Security, Telemetry, Token, Topics}
+  alias Kmq.{Ask, Error, Security, Telemetry, Token, Topics}
 
   @pause_ms 500
   @chunk 500
@@ -87,6 +87,8 @@ defmodule Kmq.LetterWriter do
     end
   end
 
+  def handle_call(request, _from, state), do: {:reply, Ask.unknown(__MODULE__, request), state}
+
   # The same message twice in one call is refused once: the first of them is taken.
   defp taken(entries, refused) do
     refused = Enum.frequencies_by(refused, fn {slot, offset, _} -> {slot, offset} end)
@@ -113,6 +115,11 @@ defmodule Kmq.LetterWriter do
           do: {slot, elem(record, 0), {topic, partition, record}}
 
     {:noreply, take(state, entries, "expired", nil)}
+  end
+
+  def handle_cast(request, state) do
+    Ask.dropped(__MODULE__, request)
+    {:noreply, state}
   end
 
   @impl true
@@ -155,9 +162,15 @@ defmodule Kmq.LetterWriter do
   def handle_info({:DOWN, monitor, :process, _pid, _reason}, %{token: monitor} = state),
     do: {:noreply, event({:token, nil}, %{state | token: nil})}
 
-  def handle_info({:DOWN, monitor, :process, _pid, reason}, state) do
-    {topic, looking} = Map.pop(state.looking, monitor)
+  def handle_info({:DOWN, monitor, :process, _pid, reason}, %{looking: looking} = state)
+      when is_map_key(looking, monitor) do
+    {topic, looking} = Map.pop(looking, monitor)
     {:noreply, looked(%{state | looking: looking}, topic, reason)}
+  end
+
+  def handle_info(message, state) do
+    Ask.dropped(__MODULE__, message)
+    {:noreply, state}
   end
 
   # ---- letters: {slot, offset, source, topic and partition, cause, {key, value, headers}}

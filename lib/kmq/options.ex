@@ -324,8 +324,9 @@ defmodule Kmq.Options do
   @consumer @group ++
               [
                 gauge_interval: [
-                  type: :non_neg_integer,
+                  type: {:custom, Types, :integer_in, [0, 86_400_000]},
                   default: 5_000,
+                  type_doc: "`0..86_400_000`",
                   doc:
                     "ms between two `[:kmq, :partition]` and `[:kmq, :member]` events of a consumer; 0: none, `Kmq.Telemetry.gauges/0` emits them."
                 ],
@@ -458,25 +459,27 @@ defmodule Kmq.Options do
                    doc: "Of whole batches."
                  ],
                  linger: [
-                   type: :non_neg_integer,
+                   type: {:custom, Types, :integer_in, [0, 900_000]},
                    default: 1,
+                   type_doc: "`0..900_000`",
                    doc: "ms to wait for more messages before a batch is sent."
                  ],
                  delivery_timeout: [
-                   type: {:custom, Types, :integer_from, [1_000]},
+                   type: {:custom, Types, :integer_in, [1_000, 0x7FFF_FFFF]},
                    default: 120_000,
                    type_doc: "`t:pos_integer/0`",
                    doc:
                      "After so many ms a message that no broker acknowledged is reported as failed."
                  ],
                  queue_bytes: [
-                   type: {:custom, Types, :integer_from, [1_024]},
+                   type: {:custom, Types, :integer_in, [1_024, 0x7FFF_FFFF * 1024]},
                    default: 67_108_864,
                    type_doc: "`t:pos_integer/0`",
                    doc: "Bytes that may wait in this VM for a broker; then publishing waits."
                  ],
                  queue_messages: [
-                   type: :pos_integer,
+                   type: {:custom, Types, :integer_in, [1, 0x7FFF_FFFF]},
+                   type_doc: "`t:pos_integer/0`",
                    default: 200_000,
                    doc: "Messages that may wait in this VM for a broker; then publishing waits."
                  ],
@@ -508,7 +511,8 @@ defmodule Kmq.Options do
     timeout: [
       type: :timeout,
       doc:
-        "How long to wait for room in the local queue; default the publisher's `:delivery_timeout`."
+        "How long the call may take, in ms: see `Kmq.Publisher`. For `publish_async/4`, how long it may wait for room in the local queue. Without it " <>
+          "both wait for what the publisher's `:delivery_timeout` allows."
     ],
     tags: [
       type: {:custom, Types, :tags, []},
@@ -573,6 +577,10 @@ defmodule Kmq.Options do
       {:error, message} -> raise ArgumentError, message
     end
   end
+
+  @doc "One value, as an option of that type takes it: in its normal form, or what is wrong with it."
+  @spec check(term, term) :: {:ok, term} | {:error, String.t()}
+  def check(value, type), do: checked(value, type, [], nil)
 
   @doc "Names of the options given that have no meaning here (they are broadway_kafka's)."
   @spec idle(keyword) :: [String.t()]
@@ -707,7 +715,7 @@ defmodule Kmq.Options do
   defp each([{name, spec} | rest], options, parent, acc) do
     case fetch(options, name, spec) do
       {:ok, value} ->
-        case value(value, spec[:type], spec, name) do
+        case checked(value, spec[:type], spec, name) do
           {:ok, value} -> each(rest, options, parent, [{name, value} | acc])
           {:error, message} -> {:error, invalid(name, parent, message)}
           {:nested, message} -> {:error, message}
@@ -743,13 +751,20 @@ defmodule Kmq.Options do
   defp invalid(name, parent, message),
     do: "invalid value for #{inspect(name)} option of #{inspect(parent)}: #{message}"
 
+  # What goes through a list may then rely on it that it ends. It is not shown: it may hold a password.
+  defp checked(value, type, spec, name) do
+    if Types.proper?(value),
+      do: value(value, type, spec, name),
+      else: {:error, "expected lists that end with [], not with something else behind a |"}
+  end
+
   # What no int64 of the native side could hold.
   @integer_max 0x3FFF_FFFF_FFFF_FFFF
 
   defp value(value, :any, _spec, _name), do: {:ok, value}
 
   defp value(value, type, _spec, _name)
-       when type in [:pos_integer, :non_neg_integer, :timeout] and is_integer(value) and
+       when type in [:pos_integer, :non_neg_integer] and is_integer(value) and
               value > @integer_max,
        do: expected("an integer up to #{@integer_max}", value)
 
@@ -767,13 +782,7 @@ defmodule Kmq.Options do
     do: {:ok, value}
 
   defp value(value, :non_neg_integer, _spec, _name), do: expected("a non-negative integer", value)
-  defp value(:infinity, :timeout, _spec, _name), do: {:ok, :infinity}
-
-  defp value(value, :timeout, _spec, _name) when is_integer(value) and value >= 0,
-    do: {:ok, value}
-
-  defp value(value, :timeout, _spec, _name),
-    do: expected("a non-negative integer or :infinity", value)
+  defp value(value, :timeout, _spec, _name), do: Types.timeout(value)
 
   defp value(value, {:in, values}, _spec, _name) do
     if value in values,

@@ -159,6 +159,15 @@ defmodule Kmq.Ordering do
     {:reply, :ok, monitors}
   end
 
+  def handle_call(request, _from, monitors),
+    do: {:reply, Kmq.Ask.unknown(__MODULE__, request), monitors}
+
+  @impl true
+  def handle_cast(request, monitors) do
+    Kmq.Ask.dropped(__MODULE__, request)
+    {:noreply, monitors}
+  end
+
   @impl true
   def handle_info({:DOWN, monitor, :process, _pid, _reason}, monitors) do
     case Map.pop(monitors, monitor) do

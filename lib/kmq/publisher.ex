@@ -12,9 +12,20 @@ defmodule Kmq.Publisher do
     * `publish_async/4` returns when the message is in the local queue. That queue is bounded (`:queue_bytes`,
       `:queue_messages`); when it is full the call waits for room: that is the back-pressure. What becomes of the message is
       told by telemetry (`[:kmq, :publish, :error]`) and in the log, and by `flush/2`. An orderly stop (of a supervisor, of the VM by SIGTERM)
-      waits up to 8 s for what is on its way; what is left then is said in the log.
+      waits up to 8 s for what is on its way; what is left then is said in the log and by telemetry (reason `:closed`).
 
   A topic that does not exist is refused; it is asked for once, and never made by asking.
+
+  ## How long a call may take
+
+  Without `:timeout` the answer is the last word, which with brokers out of reach comes after `:delivery_timeout` (two minutes), up to
+  15 s later. With it the call is over after so many ms, whatever it waits for:
+
+    * `:queue_full` - there was no room in the local queue: the message is not written
+    * `:timeout` - the message is on its way, and *may still be written*, until `:delivery_timeout` is over. Who publishes it again may have it twice. What
+      became of it is told by telemetry. Before a topic is known: there was no answer about it, and nothing is written
+
+  A publisher that has ended, also while a call waits, is `{:error, %Kmq.Error{reason: :closed}}`; what was on its way then may be written.
 
   ## Options of `start_link/1`
 
@@ -29,13 +40,23 @@ defmodule Kmq.Publisher do
 
   require Logger
 
-  alias Kmq.Publisher.Refusal
-  alias Kmq.{CommandLine, Config, Error, Noted, Options, Security, Telemetry, Token, Topics}
+  alias Kmq.Publisher.{Entries, Refusal, Send}
+
+  alias Kmq.{
+    Advice,
+    Ask,
+    CommandLine,
+    Config,
+    Error,
+    Noted,
+    Options,
+    Security,
+    Telemetry,
+    Token,
+    Topics
+  }
 
   @topic_check_ms 15_000
-  # librdkafka looks at its timeouts when a broker's thread wakes, which for a broker that is down is when it connects again:
-  # up to reconnect.backoff.max.ms (10 s) late. What is later than that is a dead publisher.
-  @report_margin_ms 15_000
   # An outage fails messages by the thousand; the log gets a line a second.
   @log_ms 1_000
   @reopen_ms 1_000
@@ -49,8 +70,10 @@ defmodule Kmq.Publisher do
           {topic :: String.t(), value :: binary | nil}
           | {topic :: String.t(), value :: binary | nil, keyword}
 
-  # queue: parked async calls, oldest first: {from, deadline, topic, native messages}. outstanding: sent and not reported.
+  # queue: parked async calls, oldest first: {from, deadline, topic, native messages}. outstanding: sent and not reported, by topic.
   # token: {where tokens come from | nil, monitor of who was asked for one | nil}.
+  # askers: who wants to know something of a topic, by question; looking: {pid, monitor, question}, one at a time, in a process of its own,
+  # because no answer takes 15 s.
   # flushers: waiting for outstanding to be 0. unlogged: %{topic => {count, error}}, said when log_timer is over.
   defstruct [
     :ref,
@@ -60,7 +83,9 @@ defmodule Kmq.Publisher do
     :topics,
     asking: false,
     queue: :queue.new(),
-    outstanding: 0,
+    outstanding: %{},
+    looking: nil,
+    askers: %{},
     failed: 0,
     flushers: [],
     unlogged: %{},
@@ -73,7 +98,7 @@ defmodule Kmq.Publisher do
   # A supervisor's patience, and what of it is for the last reports.
   @shutdown_ms 10_000
   @last_reports_ms 8_000
-  @timeout_max 4_294_967_295
+  @call_ms 5_000
 
   # ---- API
 
@@ -105,7 +130,7 @@ defmodule Kmq.Publisher do
   @spec publish(GenServer.server(), String.t(), binary | nil, keyword) ::
           {:ok, place} | {:error, Error.t()}
   def publish(publisher, topic, value, options \\ []) do
-    case publish_many(publisher, [{topic, value, options}]) do
+    case publish_many(publisher, [{topic, value, options}], [], "publish/4") do
       {:ok, [place]} -> {:ok, place}
       {:error, [error]} -> error
       {:error, %Error{} = error} -> {:error, error}
@@ -116,7 +141,7 @@ defmodule Kmq.Publisher do
   Publishes messages and waits until all are durable.
 
   Messages of one partition are written in the order given. Where some fail, there is a result for each message in its
-  place: `{:error, [{:ok, place} | {:error, error}, ...]}`. `:timeout` is the wait for room in the local queue.
+  place: `{:error, [{:ok, place} | {:error, error}, ...]}`. `:timeout` is for all of them: see above.
 
   A topic's `max.message.bytes` is for what is sent to a partition at once: where one message is too large, or all of them are together, they are
   refused together. Then each is sent once more, one at a time and behind those that were written: what is too large by itself has
@@ -124,28 +149,17 @@ defmodule Kmq.Publisher do
   """
   @spec publish_many(GenServer.server(), [message], keyword) ::
           {:ok, [place]} | {:error, Error.t()} | {:error, [{:ok, place} | {:error, Error.t()}]}
-  def publish_many(publisher, messages, options \\ []) do
-    groups = native(messages)
+  def publish_many(publisher, messages, options \\ []),
+    do: publish_many(publisher, messages, options, "publish_many/3")
+
+  defp publish_many(publisher, messages, options, asked) do
+    groups = Entries.groups(messages)
     options = Options.validate!(options, @many)
 
-    local(publisher, :publish_many, [messages, options], fn pid ->
-      with {:ok, info} <- lookup(pid),
-           :ok <- known_topics(pid, info, groups),
-           :ok <- delays_fit(pid, info, messages) do
-        start = System.monotonic_time()
-        timeout = options[:timeout] || message_timeout(messages) || info.delivery_timeout
-        told = send_all(pid, info, groups, timeout)
-
-        if Enum.all?(told, &written?/1) do
-          places = Enum.map(told, &places/1)
-          report_written(groups, places, System.monotonic_time() - start)
-          {:ok, in_order(groups, places)}
-        else
-          results = alone(pid, info, groups, Enum.map(told, &results/1), timeout)
-          results = explained(groups, results, info)
-          report_sync(groups, results, System.monotonic_time() - start)
-          answer(in_order(groups, results))
-        end
+    local(publisher, :publish_many, [messages, options], asked, fn pid ->
+      with {:ok, info} <- lookup(pid, asked) do
+        timeout = options[:timeout] || message_timeout(messages)
+        Send.publish(pid, info, groups, Entries.delays(messages), timeout)
       end
     end)
   end
@@ -153,27 +167,31 @@ defmodule Kmq.Publisher do
   @doc """
   Queues a message, or waits for room in the queue, at most `:timeout` ms (default `:delivery_timeout`).
 
-  The error `:queue_full` means that it was not queued.
+  The errors `:queue_full` and `:timeout` (its topic is not known yet, and nobody has told in time) mean that it was not queued.
   """
   @spec publish_async(GenServer.server(), String.t(), binary | nil, keyword) ::
           :ok | {:error, Error.t()}
   def publish_async(publisher, topic, value, options \\ []),
-    do: publish_many_async(publisher, [{topic, value, options}])
+    do: publish_many_async(publisher, [{topic, value, options}], [], "publish_async/4")
 
   @doc "Queues messages, as `publish_async/4`. Where only some found room in time, the error tells how many."
   @spec publish_many_async(GenServer.server(), [message], keyword) :: :ok | {:error, Error.t()}
-  def publish_many_async(publisher, messages, options \\ []) do
-    groups = native(messages)
+  def publish_many_async(publisher, messages, options \\ []),
+    do: publish_many_async(publisher, messages, options, "publish_many_async/3")
+
+  defp publish_many_async(publisher, messages, options, asked) do
+    groups = Entries.groups(messages)
     options = Options.validate!(options, @many)
 
-    local(publisher, :publish_many_async, [messages, options], fn pid ->
-      with {:ok, info} <- lookup(pid),
-           :ok <- known_topics(pid, info, groups),
-           :ok <- delays_fit(pid, info, messages) do
-        timeout = options[:timeout] || message_timeout(messages) || info.delivery_timeout
+    local(publisher, :publish_many_async, [messages, options], asked, fn pid ->
+      with {:ok, info} <- lookup(pid, asked),
+           timeout = options[:timeout] || message_timeout(messages),
+           by = Send.deadline(timeout || :infinity),
+           :ok <- Send.ready(pid, info, groups, Entries.delays(messages), by) do
+        by = if timeout, do: by, else: Send.deadline(info.delivery_timeout)
 
         Enum.reduce_while(groups, :ok, fn {topic, _indexes, entries}, :ok ->
-          case call(pid, {:async, topic, entries, deadline(timeout)}, :infinity) do
+          case Ask.ask(__MODULE__, pid, {:async, topic, entries, by}, :infinity) do
             :ok -> {:cont, :ok}
             error -> {:halt, error}
           end
@@ -188,451 +206,84 @@ defmodule Kmq.Publisher do
   The error `:kafka` tells how many were not published since the last flush, `:timeout` that some are not reported yet.
   """
   @spec flush(GenServer.server(), timeout) :: :ok | {:error, Error.t()}
-  def flush(publisher, timeout \\ 30_000),
-    do: call(publisher, {:flush, deadline(timeout)}, :infinity)
+  def flush(publisher, timeout \\ 30_000), do: flush(publisher, timeout, "flush/2")
 
-  @doc "Messages in the local queue, not yet acknowledged by a broker."
+  # The publisher counts the time: it may be on another node, whose clock is its own.
+  defp flush(publisher, timeout, asked) do
+    timeout = Options.Types.timeout!(timeout)
+    Ask.call(__MODULE__, asked, publisher, {:flush, timeout}, :infinity)
+  end
+
+  @doc "Messages in the local queue, not yet acknowledged by a broker. Raises `Kmq.Error` when the publisher has ended."
   @spec queued(GenServer.server()) :: non_neg_integer
-  def queued(publisher), do: GenServer.call(publisher, :queued)
+  def queued(publisher) do
+    case Ask.call(__MODULE__, "queued/1", publisher, :queued, @call_ms) do
+      {:error, error} -> raise error
+      n -> n
+    end
+  end
 
   @doc false
   @spec receipt_secret(GenServer.server()) :: {:ok, binary | nil} | {:error, Error.t()}
   def receipt_secret(publisher) do
-    local(publisher, :receipt_secret, [], fn pid ->
-      with {:ok, info} <- lookup(pid), do: {:ok, info.receipt_secret.()}
+    local(publisher, :receipt_secret, [], "receipt_secret/1", fn pid ->
+      with {:ok, info} <- lookup(pid, "receipt_secret/1"), do: {:ok, info.receipt_secret.()}
     end)
   end
 
   @doc "Flushes for at most `timeout` ms and stops. What is not published by then is reported as failed."
   @spec close(GenServer.server(), timeout) :: :ok | {:error, Error.t()}
   def close(publisher, timeout \\ 30_000) do
-    result = flush(publisher, timeout)
-    :ok = GenServer.call(publisher, :flushed)
-    GenServer.stop(publisher)
-    result
-  catch
-    :exit, _already_gone -> {:error, closed()}
+    result = flush(publisher, timeout, "close/2")
+
+    with :ok <- Ask.call(__MODULE__, "close/2", publisher, :flushed, @call_ms),
+         :ok <- Ask.stop(__MODULE__, "close/2", publisher, :infinity),
+         do: result
   end
 
   # ---- in the caller
 
   # A publisher of another node is asked there: native references do not travel.
-  defp local(publisher, function, args, fun) do
-    case GenServer.whereis(publisher) do
+  defp local(publisher, function, args, asked, fun) do
+    case Ask.process(__MODULE__, asked, publisher) do
       pid when is_pid(pid) and node(pid) == node() -> fun.(pid)
-      pid when is_pid(pid) -> :erpc.call(node(pid), __MODULE__, function, [pid | args])
-      {name, node} -> :erpc.call(node, __MODULE__, function, [name | args])
+      pid when is_pid(pid) -> there(node(pid), function, [pid | args])
+      {name, node} -> there(node, function, [name | args])
       nil -> {:error, closed()}
     end
   end
 
-  defp lookup(pid) do
+  defp there(node, function, args) do
+    :erpc.call(node, __MODULE__, function, args)
+  rescue
+    error in ErlangError ->
+      case error.original do
+        {:exception, %{__exception__: true} = exception, stacktrace} ->
+          reraise exception, stacktrace
+
+        {:erpc, _reason} ->
+          text =
+            "the publisher's node, #{node}, is out of reach: what was on its way may be written"
+
+          {:error, Error.new(:closed, text, retriable?: true)}
+
+        _other ->
+          reraise error, __STACKTRACE__
+      end
+  end
+
+  # This one first: it is all that a publish needs to know of a living publisher.
+  defp lookup(pid, asked) do
     case Registry.lookup(Kmq.Registry, {__MODULE__, pid}) do
       [{^pid, info}] -> {:ok, info}
-      [] -> {:error, closed()}
+      [] -> with {:ok, _starting} <- Ask.whereis(__MODULE__, asked, pid), do: {:error, closed()}
     end
   end
 
-  defp closed, do: Error.new(:closed, "the publisher is closed")
-
-  defp call(publisher, request, timeout) do
-    GenServer.call(publisher, request, timeout)
-  catch
-    :exit, {reason, _} when reason in [:noproc, :normal, :shutdown] -> {:error, closed()}
-    :exit, {{:shutdown, _}, _} -> {:error, closed()}
-  end
-
-  # [{topic, indexes, [{partition, key, value, headers, timestamp}]}], topics in the order of first appearance. One topic: no
-  # indexes are needed, and none are made.
-  defp native(messages) do
-    case messages do
-      [] ->
-        []
-
-      [first | _] ->
-        {topic, _, _} = parts(first)
-
-        case native_of(messages, topic, []) do
-          {:ok, entries} -> [{topic, nil, entries}]
-          :several -> native_by_topic(messages)
-        end
-
-      other ->
-        raise ArgumentError, "expected a list of messages, got: #{inspect(other, limit: 5)}"
-    end
-  end
-
-  defp native_of([], _topic, entries), do: {:ok, Enum.reverse(entries)}
-
-  defp native_of([message | rest], topic, entries) do
-    case parts(message) do
-      {^topic, value, options} ->
-        native_of(rest, topic, [native_message(topic, value, options) | entries])
-
-      _other ->
-        :several
-    end
-  end
-
-  defp native_by_topic(messages) do
-    pairs =
-      Enum.with_index(messages, fn message, index ->
-        {topic, value, options} = parts(message)
-        {topic, {index, native_message(topic, value, options)}}
-      end)
-
-    by_topic = Enum.group_by(pairs, &elem(&1, 0), &elem(&1, 1))
-
-    for topic <- pairs |> Enum.map(&elem(&1, 0)) |> Enum.uniq() do
-      {indexes, entries} = Enum.unzip(by_topic[topic])
-      {topic, indexes, entries}
-    end
-  end
-
-  defp parts({topic, value}), do: {topic, value, []}
-  defp parts({topic, value, options}), do: {topic, value, options}
-
-  defp parts(other),
-    do:
-      raise(
-        ArgumentError,
-        "expected {topic, value} or {topic, value, options}, got: #{inspect(other)}"
-      )
-
-  defp native_message(topic, value, options) do
-    is_binary(topic) ||
-      raise ArgumentError, "expected the topic to be a string, got: #{inspect(topic)}"
-
-    is_binary(value) || is_nil(value) ||
-      raise(ArgumentError, "expected the value to be a binary or nil, got: #{inspect(value)}")
-
-    case plain(options, value, -1, :none, [], 0) do
-      :others ->
-        options = Options.validate!(options, :publish)
-
-        {options[:partition] || -1, options[:key], value, kmq_headers(options),
-         options[:timestamp] || 0}
-
-      message ->
-        message
-    end
-  end
-
-  # What most messages have and what needs no more than a look, each at most once; everything else goes through the schema.
-  defp plain([], value, partition, :none, headers, timestamp),
-    do: {partition, nil, value, headers, timestamp}
-
-  defp plain([], value, partition, key, headers, timestamp),
-    do: {partition, key, value, headers, timestamp}
-
-  defp plain([{:key, key} | rest], value, partition, :none, headers, timestamp)
-       when is_binary(key),
-       do: plain(rest, value, partition, key, headers, timestamp)
-
-  defp plain([{:partition, partition} | rest], value, -1, key, headers, timestamp)
-       when partition in 0..0x7FFFFFFF,
-       do: plain(rest, value, partition, key, headers, timestamp)
-
-  defp plain([{:headers, [_ | _] = headers} | rest], value, partition, key, [], timestamp) do
-    if Options.Types.headers?(headers),
-      do: plain(rest, value, partition, key, headers, timestamp),
-      else: :others
-  end
-
-  defp plain([{:timestamp, timestamp} | rest], value, partition, key, headers, 0)
-       when timestamp in 1..0x7FFFFFFFFFFFFFFF,
-       do: plain(rest, value, partition, key, headers, timestamp)
-
-  defp plain(_options, _value, _partition, _key, _headers, _timestamp), do: :others
-
-  # What consumers, trackers and filters read. They stand first: the first of a name counts.
-  defp kmq_headers(options) do
-    now = System.os_time(:millisecond)
-    due = due(options, now)
-
-    [
-      {"kmq-tags", options[:tags] && Enum.join(options[:tags], ",")},
-      {"kmq-routing-key", options[:routing_key]},
-      {"kmq-due", due && to_string(due)},
-      {"kmq-expires", options[:ttl] && to_string((due || now) + options[:ttl])}
-    ]
-    |> Enum.reject(fn {_name, value} -> value in [nil, ""] end)
-    |> Kernel.++(options[:headers])
-  end
-
-  # Now or earlier is no delay.
-  defp due(options, now) do
-    due =
-      cond do
-        options[:delay] && options[:at] ->
-          raise ArgumentError, "one of :delay and :at says when, not both"
-
-        delay = options[:delay] ->
-          now + delay
-
-        at = options[:at] ->
-          DateTime.to_unix(at, :millisecond)
-
-        true ->
-          now
-      end
-
-    if due > now, do: due
-  end
-
-  # A message that is due later than its topic keeps it would be lost: it is refused here, where somebody can do something.
-  defp delays_fit(pid, info, messages) do
-    now = System.os_time(:millisecond)
-
-    delayed = for {_topic, _value, options} = message <- messages, delayed?(options), do: message
-
-    longest =
-      for {topic, _value, options} <- delayed, due = due(options, now), reduce: %{} do
-        longest -> Map.update(longest, topic, due - now, &max(&1, due - now))
-      end
-
-    Enum.reduce_while(longest, :ok, fn {topic, delay}, :ok ->
-      case retention(pid, info, topic) do
-        {:ok, kept} when is_integer(kept) and delay >= kept ->
-          {:halt, {:error, too_long(topic, delay, kept)}}
-
-        {:ok, _kept} ->
-          {:cont, :ok}
-
-        error ->
-          {:halt, error}
-      end
-    end)
-  end
-
-  defp delayed?([]), do: false
-  defp delayed?([{name, _} | _rest]) when name in [:delay, :at], do: true
-  defp delayed?([_ | rest]), do: delayed?(rest)
-
-  defp retention(pid, info, topic) do
-    case :ets.lookup(info.topics, {:retention, topic}) do
-      [{_, kept}] -> {:ok, kept}
-      [] -> call(pid, {:retention, topic}, @topic_check_ms + @report_margin_ms)
-    end
-  end
-
-  defp too_long(topic, delay, kept) do
-    Error.new(
-      :delay_too_long,
-      "a delay of #{delay} ms is longer than #{inspect(topic)} keeps its records (retention.ms=#{kept}): the message would be gone before " <>
-        "it is due"
-    )
-  end
+  defp closed, do: Ask.closed(__MODULE__)
 
   defp message_timeout([{_topic, _value, options}]), do: options[:timeout]
   defp message_timeout(_messages), do: nil
-
-  defp known_topics(pid, info, groups) do
-    Enum.reduce_while(groups, :ok, fn {topic, _, _}, :ok ->
-      case :ets.member(info.topics, topic) ||
-             call(pid, {:topic, topic}, @topic_check_ms + @report_margin_ms) do
-        known when known in [true, :ok] -> {:cont, :ok}
-        error -> {:halt, error}
-      end
-    end)
-  end
-
-  # All groups are sent before any report is waited for. What is told of each group: lists of results, in its order.
-  defp send_all(pid, info, groups, timeout) do
-    monitor = Process.monitor(pid)
-    deadline = deadline(timeout)
-
-    pending =
-      for {topic, _indexes, entries} <- groups do
-        send_group(info.ref, monitor, topic, entries, deadline)
-      end
-
-    reports_by = deadline(info.delivery_timeout + @report_margin_ms)
-
-    told =
-      for steps <- pending do
-        for step <- steps, do: await(step, info.ref, monitor, reports_by)
-      end
-
-    Process.demonitor(monitor, [:flush])
-    told
-  end
-
-  # The common case makes no list but the last one: of thousands of messages each would be copied by the garbage collector.
-  defp written?(lists), do: Enum.all?(lists, &all_written?/1)
-
-  defp all_written?([]), do: true
-  defp all_written?([{partition, _} | rest]) when is_integer(partition), do: all_written?(rest)
-  defp all_written?(_results), do: false
-
-  defp places(lists), do: lists |> Enum.reverse() |> Enum.reduce([], &places/2)
-
-  defp places([], later), do: later
-
-  defp places([{partition, offset} | rest], later),
-    do: [%{partition: partition, offset: offset} | places(rest, later)]
-
-  defp results(lists), do: for(list <- lists, result <- list, do: result(result))
-
-  # Refused with others: who knows which one it was.
-  defp alone(_pid, _info, [{_topic, _indexes, [_one]}], results, _timeout), do: results
-
-  defp alone(pid, info, groups, results, timeout) do
-    for {{topic, _indexes, entries}, results} <- Enum.zip(groups, results) do
-      if Enum.any?(results, &too_large?/1),
-        do: one_by_one(pid, info, topic, Enum.zip(entries, results), timeout),
-        else: results
-    end
-  end
-
-  # When something else stands in the way, it does so for the rest as well: waiting for each of them would have no end.
-  defp one_by_one(pid, info, topic, pairs, timeout) do
-    {results, _stopped} =
-      Enum.map_reduce(pairs, nil, fn {entry, result}, stopped ->
-        cond do
-          not too_large?(result) -> {result, stopped}
-          stopped -> {stopped, stopped}
-          true -> send_one(pid, info, topic, entry, timeout)
-        end
-      end)
-
-    results
-  end
-
-  defp send_one(pid, info, topic, entry, timeout) do
-    [lists] = send_all(pid, info, [{topic, nil, [entry]}], timeout)
-    [result] = results(lists)
-    other? = match?({:error, _}, result) and not too_large?(result)
-    {result, if(other?, do: result)}
-  end
-
-  defp explained(groups, results, info) do
-    for {{topic, _indexes, entries}, results} <- Enum.zip(groups, results),
-        do: Refusal.explain(results, topic, entries, info)
-  end
-
-  defp too_large?({:error, %Error{reason: :msg_size_too_large}}), do: true
-  defp too_large?(_result), do: false
-
-  defp send_group(_ref, _monitor, _topic, [], _deadline), do: []
-
-  # A call takes as many as it has time for; none: there is no room.
-  defp send_group(ref, monitor, topic, entries, deadline) do
-    token = make_ref()
-
-    case :kmq_nif.publisher_send(ref, topic, entries, token) do
-      {:ok, 0} ->
-        case await_space(ref, monitor, deadline) do
-          :ok -> send_group(ref, monitor, topic, entries, deadline)
-          {:error, error} -> [{:failed, error, length(entries)}]
-        end
-
-      {:ok, n} ->
-        later = Enum.drop(entries, n)
-        [{:sent, token, n} | send_group(ref, monitor, topic, later, deadline)]
-
-      {:error, error} ->
-        [{:failed, Error.from_native(error, "publishing to #{inspect(topic)}"), length(entries)}]
-    end
-  end
-
-  defp await_space(ref, monitor, deadline) do
-    _ = :kmq_nif.publisher_space(ref)
-
-    receive do
-      {:kmq, ^ref, :space} -> :ok
-      {:DOWN, ^monitor, _, _, _} -> {:error, closed()}
-    after
-      left(deadline) -> {:error, full()}
-    end
-  end
-
-  defp full,
-    do:
-      Error.new(
-        :queue_full,
-        "the publisher's local queue had no room in time: is a broker there?",
-        retriable?: true
-      )
-
-  defp await({:failed, error, n}, _ref, _monitor, _deadline),
-    do: List.duplicate({:error, error}, n)
-
-  defp await({:sent, token, n}, ref, monitor, deadline) do
-    receive do
-      {:kmq, ^ref, {:published, ^token, results}} -> results
-      {:DOWN, ^monitor, _, _, _} -> closed_late(ref, token, n)
-    after
-      left(deadline) ->
-        List.duplicate({:error, Error.new(:timeout, "no report in time", retriable?: true)}, n)
-    end
-  end
-
-  # The publisher ended; what it had to report may be in the mailbox already.
-  defp closed_late(ref, token, n) do
-    receive do
-      {:kmq, ^ref, {:published, ^token, results}} -> results
-    after
-      0 -> List.duplicate({:error, closed()}, n)
-    end
-  end
-
-  defp result({:error, %Error{}} = error), do: error
-  defp result({:error, error}), do: {:error, Error.from_native(error)}
-  defp result({partition, offset}), do: {:ok, %{partition: partition, offset: offset}}
-
-  defp in_order([{_topic, nil, _entries}], [results]), do: results
-
-  defp in_order(groups, results) do
-    groups
-    |> Enum.zip(results)
-    |> Enum.flat_map(fn {{_topic, indexes, _entries}, results} -> Enum.zip(indexes, results) end)
-    |> Enum.sort_by(&elem(&1, 0))
-    |> Enum.map(&elem(&1, 1))
-  end
-
-  defp answer(results) do
-    if Enum.all?(results, &match?({:ok, _}, &1)),
-      do: {:ok, Enum.map(results, &elem(&1, 1))},
-      else: {:error, results}
-  end
-
-  defp report_written(groups, places, duration) do
-    for {{topic, _indexes, _entries}, places} <- Enum.zip(groups, places),
-        do: report_published(topic, length(places), duration)
-  end
-
-  defp report_sync(groups, results, duration) do
-    for {{topic, _indexes, _entries}, results} <- Enum.zip(groups, results) do
-      reasons = for {:error, error} <- results, do: error.reason
-      report_published(topic, length(results) - length(reasons), duration)
-      report_failed(topic, reasons)
-    end
-  end
-
-  defp report_published(topic, count, duration) do
-    count > 0 &&
-      Telemetry.execute([:kmq, :publish], %{count: count, duration: duration}, %{topic: topic})
-  end
-
-  defp report_failed(topic, reasons) do
-    Enum.each(Enum.frequencies(reasons), fn {reason, count} ->
-      Telemetry.execute([:kmq, :publish, :error], %{count: count}, %{topic: topic, reason: reason})
-    end)
-  end
-
-  defp deadline(:infinity), do: :infinity
-
-  defp deadline(timeout) when timeout in 0..@timeout_max,
-    do: System.monotonic_time(:millisecond) + timeout
-
-  defp deadline(timeout) do
-    raise ArgumentError,
-          "a timeout is milliseconds, 0 to #{@timeout_max}, or :infinity, got: #{inspect(timeout)}"
-  end
-
-  defp left(:infinity), do: :infinity
-  defp left(deadline), do: max(deadline - System.monotonic_time(:millisecond), 0)
 
   # ---- the owner
 
@@ -675,12 +326,9 @@ defmodule Kmq.Publisher do
   end
 
   @impl true
-  def handle_call({:topic, topic}, _from, state) do
-    {:reply, check_topic(topic, state), state}
-  end
-
-  def handle_call({:retention, topic}, _from, state) do
-    {:reply, ask_retention(topic, state), state}
+  def handle_call({what, _topic} = question, from, state) when what in [:topic, :retention] do
+    askers = Map.update(state.askers, question, [from], &[from | &1])
+    {:noreply, look(%{state | askers: askers})}
   end
 
   def handle_call({:async, topic, entries, deadline}, from, state) do
@@ -688,10 +336,9 @@ defmodule Kmq.Publisher do
      send_queued(%{state | queue: :queue.in({from, deadline, topic, entries, 0}, state.queue)})}
   end
 
-  def handle_call({:flush, deadline}, from, state) do
+  def handle_call({:flush, timeout}, from, state) do
     timer =
-      if deadline != :infinity,
-        do: Process.send_after(self(), {:flush_expired, from}, left(deadline))
+      if timeout != :infinity, do: Process.send_after(self(), {:flush_expired, from}, timeout)
 
     {:noreply, flushed(%{state | flushers: [{from, timer} | state.flushers]})}
   end
@@ -700,6 +347,14 @@ defmodule Kmq.Publisher do
 
   def handle_call(:queued, _from, state),
     do: {:reply, :kmq_nif.publisher_queued(state.ref), state}
+
+  def handle_call(request, _from, state), do: {:reply, Ask.unknown(__MODULE__, request), state}
+
+  @impl true
+  def handle_cast(request, state) do
+    Ask.dropped(__MODULE__, request)
+    {:noreply, state}
+  end
 
   @impl true
   def handle_info({:kmq, ref, :ready}, %{ref: ref} = state) do
@@ -729,13 +384,16 @@ defmodule Kmq.Publisher do
   def handle_info({:DOWN, monitor, _, _, _}, %{token: {source, monitor}} = state),
     do: {:noreply, want_token(%{state | token: {source, nil}})}
 
+  def handle_info({:DOWN, monitor, _, _, reason}, %{looking: {_pid, monitor, question}} = state),
+    do: {:noreply, look(looked(question, reason, %{state | looking: nil}))}
+
   def handle_info({:kmq, ref, {:published, topic, results}}, %{ref: ref} = state) do
-    reasons = for {:error, _} = error <- results, {:error, error} = result(error), do: error
+    reasons = for {:error, _} = error <- results, {:error, error} = Send.result(error), do: error
     state = if reasons == [], do: state, else: report_async(topic, reasons, state)
 
     state = %{
       state
-      | outstanding: state.outstanding - length(results),
+      | outstanding: reported(state.outstanding, topic, length(results)),
         failed: state.failed + length(reasons)
     }
 
@@ -753,7 +411,7 @@ defmodule Kmq.Publisher do
     {expired, flushers} = Enum.split_with(state.flushers, &(elem(&1, 0) == from))
 
     error =
-      Error.new(:timeout, "#{state.outstanding} messages are not reported yet", retriable?: true)
+      Error.new(:timeout, "#{unreported(state)} messages are not reported yet", retriable?: true)
 
     Enum.each(expired, fn {from, _timer} -> GenServer.reply(from, {:error, error}) end)
     {:noreply, %{state | flushers: flushers}}
@@ -763,7 +421,7 @@ defmodule Kmq.Publisher do
   def handle_info({:EXIT, _pid, reason}, state), do: {:stop, reason, state}
 
   def handle_info(message, state) do
-    Logger.warning("kmq: publisher: an unknown message was dropped: #{inspect(message)}")
+    Ask.dropped(__MODULE__, message)
     {:noreply, state}
   end
 
@@ -771,18 +429,32 @@ defmodule Kmq.Publisher do
   def terminate(reason, state) do
     orderly? = reason in [:normal, :shutdown] or match?({:shutdown, _}, reason)
     wait = if orderly? and not state.flushed?, do: @last_reports_ms, else: 0
-    state = await_reports(state, deadline(wait))
+    state = await_reports(state, Send.deadline(wait))
     log_failed(state)
 
-    state.outstanding > 0 &&
-      Logger.warning("kmq: publisher closed with #{state.outstanding} messages not reported yet")
+    if unreported(state) > 0 do
+      Logger.warning("kmq: publisher closed with #{unreported(state)} messages not reported yet")
 
+      for {topic, n} <- state.outstanding,
+          do: Send.report_failed(topic, List.duplicate(:closed, n))
+    end
+
+    with {pid, _monitor, _question} <- state.looking, do: Process.exit(pid, :kill)
     :kmq_nif.publisher_close(state.ref)
     :ok
   end
 
+  defp unreported(state), do: state.outstanding |> Map.values() |> Enum.sum()
+
+  defp reported(outstanding, topic, n) do
+    case outstanding do
+      %{^topic => ^n} -> Map.delete(outstanding, topic)
+      %{^topic => more} -> %{outstanding | topic => more - n}
+    end
+  end
+
   # publish_async has said :ok of these.
-  defp await_reports(%{outstanding: 0} = state, _deadline), do: state
+  defp await_reports(%{outstanding: none} = state, _deadline) when none == %{}, do: state
 
   defp await_reports(%{ref: ref} = state, deadline) do
     receive do
@@ -792,28 +464,32 @@ defmodule Kmq.Publisher do
         {:noreply, state} = handle_info(message, state)
         await_reports(state, deadline)
     after
-      left(deadline) -> state
+      Send.left(deadline) -> state
     end
   end
 
-  # Only what exists is remembered: what is missing may be made later.
-  defp check_topic(topic, state) do
+  # The next question about a topic.
+  defp look(%{looking: nil, askers: askers} = state) when askers != %{} do
+    [question | _] = Map.keys(askers)
+    %{bootstrap: bootstrap, admin_props: props} = state
+
+    {pid, monitor} = spawn_monitor(fn -> exit({:looked, look(question, bootstrap, props)}) end)
+    %{state | looking: {pid, monitor, question}}
+  end
+
+  defp look(state), do: state
+
+  defp look({:topic, topic}, bootstrap, props) do
     case Options.Types.topic_problem(topic) do
       nil ->
-        case Topics.partitions(topic, state.bootstrap, state.admin_props, @topic_check_ms) do
+        case Topics.partitions(topic, bootstrap, props, @topic_check_ms) do
           {:ok, 0} ->
-            {:error, error} =
-              Topics.missing(topic, state.bootstrap, state.admin_props, @topic_check_ms)
-
+            {:error, error} = Topics.missing(topic, bootstrap, props, @topic_check_ms)
             text = "#{error.message}; it is not made by publishing to it"
             {:error, %{error | message: text}}
 
-          {:ok, _n} ->
-            :ets.insert(state.topics, {topic})
-            :ok
-
-          error ->
-            error
+          other ->
+            other
         end
 
       problem ->
@@ -821,14 +497,43 @@ defmodule Kmq.Publisher do
     end
   end
 
-  # Asked once for each topic that gets delayed messages; who changes it starts another publisher.
-  defp ask_retention(topic, state) do
-    with {:ok, kept} <-
-           Topics.retention(topic, state.bootstrap, state.admin_props, @topic_check_ms) do
-      :ets.insert(state.topics, {{:retention, topic}, kept})
-      {:ok, kept}
-    end
+  defp look({:retention, topic}, bootstrap, props),
+    do: Topics.retention(topic, bootstrap, props, @topic_check_ms)
+
+  # Only what exists is remembered: what is missing may be made later. Retention is asked once for each topic that gets delayed messages; who
+  # changes it starts another publisher.
+  defp looked(question, reason, state) do
+    answer =
+      case {question, reason} do
+        {{:topic, topic}, {:looked, {:ok, _n}}} ->
+          :ets.insert(state.topics, {topic})
+          :ok
+
+        {{:retention, _topic}, {:looked, {:ok, kept}}} ->
+          :ets.insert(state.topics, {question, kept})
+          {:ok, kept}
+
+        {_question, {:looked, {:error, error}}} ->
+          {:error, error}
+
+        {{_what, topic}, crash} ->
+          {:error, Error.new(:kafka, "looking at #{inspect(topic)}: #{inspect(crash, limit: 5)}")}
+      end
+
+    # Where no broker answers, none does to the next question.
+    {told, askers} =
+      if nobody_there?(answer),
+        do: {Enum.concat(Map.values(state.askers)), %{}},
+        else: Map.pop(state.askers, question)
+
+    Enum.each(told, &GenServer.reply(&1, answer))
+    %{state | askers: askers}
   end
+
+  defp nobody_there?({:error, %Error{reason: reason}}),
+    do: reason in [:unreachable, :ssl, :authentication, :token]
+
+  defp nobody_there?(_answer), do: false
 
   # Oldest first, until the queue is full: then one question for space, and everybody behind waits.
   defp send_queued(%{asking: true} = state), do: state
@@ -844,15 +549,16 @@ defmodule Kmq.Publisher do
   end
 
   defp send_one(state, queue, from, deadline, topic, entries, done) do
-    case :kmq_nif.publisher_send(state.ref, topic, entries, topic) do
+    case Send.native_send(state.ref, topic, entries, topic) do
       {:ok, 0} ->
         rest = {from, deadline, topic, entries, done}
         _ = :kmq_nif.publisher_space(state.ref)
-        deadline != :infinity && Process.send_after(self(), :expire, left(deadline))
+        deadline != :infinity && Process.send_after(self(), :expire, Send.left(deadline))
         expire(%{state | queue: :queue.in_r(rest, queue), asking: true})
 
       {:ok, n} ->
-        state = %{state | outstanding: state.outstanding + n}
+        outstanding = Map.update(state.outstanding, topic, n, &(&1 + n))
+        state = %{state | outstanding: outstanding}
 
         case Enum.drop(entries, n) do
           [] ->
@@ -877,10 +583,10 @@ defmodule Kmq.Publisher do
     {expired, queue} =
       state.queue
       |> :queue.to_list()
-      |> Enum.split_with(fn {_from, deadline, _, _, _} -> left(deadline) == 0 end)
+      |> Enum.split_with(fn {_from, deadline, _, _, _} -> Send.left(deadline) == 0 end)
 
     Enum.each(expired, fn {from, _deadline, _topic, entries, done} ->
-      error = full()
+      error = Send.full()
       text = "#{error.message} #{done} messages were queued, #{length(entries)} were not."
       GenServer.reply(from, {:error, %{error | message: text}})
     end)
@@ -888,7 +594,7 @@ defmodule Kmq.Publisher do
     %{state | queue: :queue.from_list(queue)}
   end
 
-  defp flushed(%{flushers: [_ | _], outstanding: 0} = state) do
+  defp flushed(%{flushers: [_ | _], outstanding: none} = state) when none == %{} do
     result =
       if state.failed == 0 do
         :ok
@@ -908,7 +614,7 @@ defmodule Kmq.Publisher do
   defp flushed(state), do: state
 
   defp report_async(topic, [first | _] = errors, state) do
-    report_failed(topic, Enum.map(errors, & &1.reason))
+    Send.report_failed(topic, Enum.map(errors, & &1.reason))
     count = length(errors)
 
     unlogged =
@@ -936,7 +642,7 @@ defmodule Kmq.Publisher do
 
   # As a consumer's: an outage is said once, and its end.
   defp event({:outage, error}, state) do
-    error = Error.from_native(error, "publisher")
+    error = error |> Error.from_native("publisher") |> Advice.connection()
     Telemetry.execute([:kmq, :error], %{count: 1}, %{handle: :publisher, error: error})
     Logger.warning("kmq: #{error.message}; it connects again by itself")
     state

@@ -5,7 +5,7 @@ defmodule Kmq.Reach do
 
   require Logger
 
-  alias Kmq.{Error, Options, Security}
+  alias Kmq.{Advice, Error, Options, Security}
 
   @patient_ms 1_500
 
@@ -77,7 +77,7 @@ defmodule Kmq.Reach do
   end
 
   defp unreachable(error, bootstrap) do
-    error = Error.from_native(error)
+    error = error |> Error.from_native() |> Advice.connection(advice?: false)
     cause = String.replace_prefix(error.message, "cluster id: ", "")
 
     {reason, advice} =

@@ -42,16 +42,18 @@ defmodule Kmq.Receipt do
 
   @doc "The handle of a message, and where the message stands."
   @spec place(Kmq.Message.t() | map) :: {Kmq.Handle.t(), tuple}
-  def place(%Kmq.Message{} = message),
-    do: {message.handle, {message.topic, message.partition, message.offset, message.attempt}}
+  def place(%Kmq.Message{handle: %Kmq.Handle{} = handle} = message),
+    do: {handle, {message.topic, message.partition, message.offset, message.attempt}}
 
-  def place(%{acknowledger: {Acknowledger, pid, _data}, metadata: metadata}) do
-    %{topic: topic, partition: partition, offset: offset, attempt: attempt} = metadata
-    {%Kmq.Handle{pid: pid, ref: nil}, {topic, partition, offset, attempt}}
-  end
+  def place(%{
+        acknowledger: {Acknowledger, pid, _data},
+        metadata: %{topic: topic, partition: partition, offset: offset, attempt: attempt}
+      })
+      when is_pid(pid),
+      do: {%Kmq.Handle{pid: pid, ref: nil}, {topic, partition, offset, attempt}}
 
   def place(other),
-    do: raise(ArgumentError, "expected a message of Kmq, got: #{inspect(other)}")
+    do: raise(ArgumentError, "expected a message of Kmq, got: #{inspect(other, limit: 5)}")
 
   @spec encode(map, tuple) :: String.t()
   def encode(info, {topic, partition, offset, attempt}) do

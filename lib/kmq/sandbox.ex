@@ -18,7 +18,7 @@ defmodule Kmq.Sandbox do
 
   ## Options
 
-    * `:brokers` - how many brokers; they have the ids 1, 2 ... (default 1)
+    * `:brokers` - how many brokers, up to 100; they have the ids 1, 2 ... (default 1)
     * `:topics` - topics to start with: a map or keyword of name to number of partitions, or a list of names
     * `:partitions` - partitions of topics that are named without a number (default 4)
     * `:name` - a name for the process, as in `GenServer.start_link/3`
@@ -62,18 +62,24 @@ defmodule Kmq.Sandbox do
 
   use GenServer
 
-  alias Kmq.{Error, Options}
+  alias Kmq.{Ask, Error, Options}
+
+  # The program's own limits.
+  @brokers_max 100
+  @partitions_max 10_000
+  @partitions {:custom, Options.Types, :integer_in, [1, @partitions_max]}
 
   @options [
     name: [type: :any],
-    brokers: [type: :pos_integer, default: 1],
+    brokers: [type: {:custom, Options.Types, :integer_in, [1, @brokers_max]}, default: 1],
     topics: [type: {:custom, Options.Types, :sandbox_topics, []}, default: []],
-    partitions: [type: :pos_integer, default: 4]
+    partitions: [type: @partitions, default: 4]
   ]
 
   @start_ms 10_000
   @call_ms 10_000
   @protocol 1
+  @fault_bytes 1_048_576
   @faults ~w(broker_down broker_up rtt request_errors broker_request_errors topic_error coordinator partition_leader)a
   @apis ~w(produce fetch list_offsets offset_commit offset_fetch find_coordinator join_group heartbeat leave_group
            sync_group api_versions init_producer_id add_partitions_to_txn add_offsets_to_txn end_txn txn_offset_commit)a
@@ -107,10 +113,16 @@ defmodule Kmq.Sandbox do
   end
 
   @doc """
-  The brokers' addresses, `"127.0.0.1:40001,127.0.0.1:40002"`: a value for the `:hosts` option.
+  The brokers' addresses, `"127.0.0.1:40001,127.0.0.1:40002"`: a value for the `:hosts` option. Raises `Kmq.Error` when the sandbox has ended.
   """
   @spec bootstrap(sandbox) :: String.t()
-  def bootstrap(sandbox), do: GenServer.call(sandbox, :bootstrap)
+  def bootstrap(sandbox), do: sandbox |> ask(:bootstrap, "bootstrap/1") |> value!()
+
+  defp ask(sandbox, request, asked),
+    do: Ask.call(__MODULE__, asked, sandbox, request, @call_ms)
+
+  defp value!({:error, error}), do: raise(error)
+  defp value!(value), do: value
 
   @doc """
   Creates a topic. `partitions` is the sandbox's `:partitions` option by default.
@@ -128,22 +140,39 @@ defmodule Kmq.Sandbox do
   end
 
   def create_topic(sandbox, topic, partitions) do
-    partitions = partitions || GenServer.call(sandbox, :partitions)
-    command(sandbox, :create_topic, {to_string(topic), partitions})
+    topic = check!(topic, {:custom, Options.Types, :sandbox_topic, []}, "a topic")
+    asked = "create_topic/3"
+
+    with n when is_integer(n) <- partitions || ask(sandbox, :partitions, asked) do
+      n = check!(n, @partitions, "partitions")
+      command(sandbox, :create_topic, {topic, n}, asked)
+    else
+      {:error, error} -> {:error, error}
+      other -> check!(other, @partitions, "partitions")
+    end
+  end
+
+  defp check!(value, type, what) do
+    case Options.check(value, type) do
+      {:ok, value} -> value
+      {:error, message} -> raise ArgumentError, "#{what}: #{message}"
+    end
   end
 
   @doc """
   Makes the cluster misbehave; see the table of faults above.
   """
   @spec inject(sandbox, fault) :: :ok | {:error, Error.t()}
-  def inject(sandbox, fault) when is_tuple(fault) and tuple_size(fault) > 1 do
+  def inject(sandbox, fault)
+      when is_tuple(fault) and tuple_size(fault) > 1 and is_atom(elem(fault, 0)) do
     [name | args] = Tuple.to_list(fault)
+    name in @faults || unknown(name, "is no fault of Kmq.Sandbox", @faults)
 
     # What the program cannot read at all it takes for a broken pipe.
-    unless is_atom(name) and plain?(args),
-      do: raise(ArgumentError, "bad arguments for #{inspect(name)}: #{inspect(args)}")
+    unless plain?(args) and :erlang.external_size(args) <= @fault_bytes,
+      do: raise(ArgumentError, "bad arguments for #{inspect(name)}: #{inspect(args, limit: 5)}")
 
-    command(sandbox, name, List.to_tuple(args))
+    command(sandbox, name, List.to_tuple(args), "inject/2")
   end
 
   def inject(_sandbox, fault) do
@@ -162,7 +191,7 @@ defmodule Kmq.Sandbox do
   The sandbox of this VM that one of these addresses belongs to.
   """
   @spec find(String.t()) :: {:ok, pid} | :error
-  def find(bootstrap) do
+  def find(bootstrap) when is_binary(bootstrap) do
     bootstrap
     |> addresses()
     |> Enum.find_value(:error, fn address ->
@@ -173,15 +202,18 @@ defmodule Kmq.Sandbox do
     end)
   end
 
+  def find(_no_addresses), do: :error
+
   @doc """
-  Ends the cluster. All that was in it is gone.
+  Ends the cluster. All that was in it is gone. One that has ended before is `{:error, %Kmq.Error{reason: :closed}}`.
   """
-  @spec stop(sandbox) :: :ok
-  def stop(sandbox), do: GenServer.stop(sandbox)
+  @spec stop(sandbox) :: :ok | {:error, Error.t()}
+  def stop(sandbox), do: Ask.stop(__MODULE__, "stop/1", sandbox, :infinity)
 
   @impl true
   def init(opts) do
     Process.flag(:trap_exit, true)
+    Kmq.Info.register({:sandbox, opts[:name], nil})
     program = :kmq_port.program('kmq_sandbox')
 
     case :kmq_port.open(program, [Integer.to_charlist(opts[:brokers])]) do
@@ -210,11 +242,13 @@ defmodule Kmq.Sandbox do
         create_first(opts[:topics], state)
 
       {^port, {:exit_status, status}} ->
-        {:stop, {:sandbox_exit, status}}
+        {:stop, not_started("its program ended with status #{status}")}
     after
-      @start_ms -> {:stop, :timeout}
+      @start_ms -> {:stop, not_started("its program has not answered within #{@start_ms} ms")}
     end
   end
+
+  defp not_started(why), do: Error.new(:sandbox, "the sandbox does not start: #{why}")
 
   defp create_first(topics, %{port: port} = state) do
     Enum.reduce_while(topics, {:ok, state}, fn {topic, partitions}, ok ->
@@ -224,16 +258,21 @@ defmodule Kmq.Sandbox do
         {^port, {:data, frame}} ->
           case :erlang.binary_to_term(frame) do
             {0, :ok} -> {:cont, ok}
-            {0, {:error, reason}} -> {:halt, {:stop, {:create_topic, topic, reason}}}
+            {0, {:error, reason}} -> {:halt, {:stop, not_created(topic, reason)}}
           end
 
         {^port, {:exit_status, status}} ->
-          {:halt, {:stop, {:sandbox_exit, status}}}
+          {:halt, {:stop, not_started("its program ended with status #{status}")}}
       after
-        @start_ms -> {:halt, {:stop, :timeout}}
+        @start_ms -> {:halt, {:stop, not_started("no answer about the topic #{topic}")}}
       end
     end)
   end
+
+  defp not_created(topic, {:kafka, name, code, text}),
+    do: Error.from_native({name, code, false, false, text}, "creating #{inspect(topic)}")
+
+  defp not_created(topic, reason), do: not_started("#{inspect(topic)}: #{inspect(reason)}")
 
   @impl true
   def handle_call(:bootstrap, _from, state), do: {:reply, state.bootstrap, state}
@@ -242,6 +281,14 @@ defmodule Kmq.Sandbox do
   def handle_call({:command, name, args}, from, %{next_id: id} = state) do
     send_command(state.port, id, name, args)
     {:noreply, %{state | next_id: id + 1, calls: Map.put(state.calls, id, from)}}
+  end
+
+  def handle_call(request, _from, state), do: {:reply, Ask.unknown(__MODULE__, request), state}
+
+  @impl true
+  def handle_cast(request, state) do
+    Ask.dropped(__MODULE__, request)
+    {:noreply, state}
   end
 
   @impl true
@@ -269,16 +316,16 @@ defmodule Kmq.Sandbox do
     :ok
   end
 
-  defp command(sandbox, name, args) do
-    case GenServer.call(sandbox, {:command, name, args}, @call_ms) do
+  defp command(sandbox, name, args, asked) do
+    case ask(sandbox, {:command, name, args}, asked) do
       :ok ->
         :ok
 
+      {:error, %Error{} = error} ->
+        {:error, error}
+
       {:error, {:kafka, text_name, code, text}} ->
         {:error, Error.from_native({text_name, code, false, false, text})}
-
-      {:error, :unknown_command} ->
-        unknown(name, "is no fault of Kmq.Sandbox", @faults)
 
       {:error, {:unknown_api, api}} ->
         unknown(api, "is no kind of request that the sandbox knows", @apis)

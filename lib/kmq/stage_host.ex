@@ -148,6 +148,15 @@ defmodule Kmq.StageHost do
     stop_when_empty(%{state | stopping: true})
   end
 
+  def handle_call(request, _from, state),
+    do: {:reply, Kmq.Ask.unknown(__MODULE__, request), state}
+
+  @impl true
+  def handle_cast(request, state) do
+    Kmq.Ask.dropped(__MODULE__, request)
+    {:noreply, state}
+  end
+
   @impl true
   def handle_info({:EXIT, pid, reason}, state) do
     case Map.pop(state.workers, pid) do
@@ -161,6 +170,11 @@ defmodule Kmq.StageHost do
       {index, workers} ->
         worker_down(index, %{state | workers: workers})
     end
+  end
+
+  def handle_info(message, state) do
+    Kmq.Ask.dropped(__MODULE__, message)
+    {:noreply, state}
   end
 
   @impl true

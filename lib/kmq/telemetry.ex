@@ -51,7 +51,7 @@ defmodule Kmq.Telemetry do
   | event | measurements | metadata | when |
   |---|---|---|---|
   | `[:kmq, :publish]` | `count`, `duration` | `topic` | a synchronous publish was acknowledged |
-  | `[:kmq, :publish, :error]` | `count` | `topic, reason` | messages were not published |
+  | `[:kmq, :publish, :error]` | `count` | `topic, reason` | messages were not published. With a `timeout:` when it is known, which may be after the call; `:closed`: not reported when the publisher ended, they may be written |
   | `[:kmq, :error]` | `count` | `handle` or `group`, `error` (a `t:Kmq.Error.t/0`) | anything else worth an alarm. Brokers that are out of reach: once for each outage |
   | `[:kmq, :recovered]` | `count` | `handle` or `group`, `what` (`:connection`) | they are there again |
   | `[:kmq, :error, :passing]` | `count` | `handle` or `group`, `error`, `what` (`:connection, :commit`, of trackers `:assignment, :kafka, :group_commits`, too) | no alarm: it is tried again, and mostly passes. What does not for 30 seconds comes as `[:kmq, :error]`; a commit that a group which moves on refuses never does |

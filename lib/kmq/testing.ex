@@ -88,7 +88,10 @@ defmodule Kmq.Testing do
   @timeout_ms 5_000
   @ready_ms 20_000
   @pause_ms 10
-  @own_options [:partitions, :sandbox]
+  @own_options [
+    partitions: [type: {:custom, Options.Types, :integer_in, [1, 1_000]}, default: 1],
+    sandbox: [type: :any, default: :shared]
+  ]
 
   # ---- a queue
 
@@ -106,9 +109,10 @@ defmodule Kmq.Testing do
   @spec start_queue!(keyword) :: Queue.t()
   def start_queue!(options \\ []) do
     known_options(options)
-    {options, extra} = Keyword.split(options, @own_options)
-    partitions = options[:partitions] || 1
-    {sandbox, own?} = sandbox(options[:sandbox] || :shared)
+    {options, extra} = Keyword.split(options, Keyword.keys(@own_options))
+    options = Options.validate!(options, @own_options)
+    partitions = options[:partitions]
+    {sandbox, own?} = sandbox(options[:sandbox])
     hosts = Sandbox.bootstrap(sandbox)
     suffix = Base.encode16(:crypto.strong_rand_bytes(5), case: :lower)
     topic = "queue-" <> suffix
@@ -134,7 +138,11 @@ defmodule Kmq.Testing do
 
   # A typo of its own options is none of a pipeline's.
   defp known_options(options) do
-    names = @own_options ++ Keyword.keys(Options.schema(:producer))
+    Keyword.keyword?(options) ||
+      raise ArgumentError,
+            "expected options of start_queue! to be a keyword list, got: #{inspect(options, limit: 5)}"
+
+    names = Keyword.keys(@own_options) ++ Keyword.keys(Options.schema(:producer))
 
     for name <- Keyword.keys(options),
         name not in names,
@@ -153,7 +161,9 @@ defmodule Kmq.Testing do
   short times, so that a retry comes after 20 ms (`backoff: [20]`) and a stop does not wait. `extra` wins over all of them.
   """
   @spec options(Queue.t(), keyword) :: keyword
-  def options(%Queue{} = queue, extra \\ []) do
+  def options(queue, extra \\ []) do
+    queue!(queue)
+
     [
       hosts: queue.hosts,
       topics: [queue.topic],
@@ -173,7 +183,8 @@ defmodule Kmq.Testing do
   Default time limit 20 s. Without it the first message of the test waits for the same.
   """
   @spec await_ready(Queue.t(), keyword) :: :ok
-  def await_ready(%Queue{} = queue, options \\ []) do
+  def await_ready(queue, options \\ []) do
+    queue!(queue)
     config = config(queue, [])
     consumer = {queue.group_id, queue.topic}
     tracker = {Tracker.tracker_group(queue.group_id), config.marker_topics[queue.topic]}
@@ -199,11 +210,14 @@ defmodule Kmq.Testing do
   @spec publish(Queue.t(), [binary | {binary | nil, keyword}], keyword) :: [ref]
   def publish(queue, values, options \\ [])
 
-  def publish(%Queue{} = queue, values, options) when is_list(values) do
+  def publish(queue, values, options) when is_list(values) and length(values) >= 0 do
+    queue!(queue)
+    keyword!(options)
+
     messages =
       for value <- values do
         case value do
-          {value, own} -> {queue.topic, value, Keyword.merge(options, own)}
+          {value, own} -> {queue.topic, value, Keyword.merge(options, keyword!(own))}
           value -> {queue.topic, value, options}
         end
       end
@@ -212,16 +226,28 @@ defmodule Kmq.Testing do
     for place <- places, do: {place.partition, place.offset}
   end
 
-  def publish(%Queue{} = queue, value, options) do
+  def publish(queue, value, options) do
     [ref] = publish(queue, [{value, options}], [])
     ref
+  end
+
+  defp keyword!(options) do
+    if Keyword.keyword?(options),
+      do: options,
+      else:
+        raise(
+          ArgumentError,
+          "expected a message's options to be a keyword list, got: #{inspect(options, limit: 5)}"
+        )
   end
 
   @doc "Makes the sandbox of this queue misbehave: see the table of `Kmq.Sandbox`. Only where it is the queue's own."
   @spec inject(Queue.t(), Sandbox.fault()) :: :ok
   def inject(%Queue{own?: true} = queue, fault), do: ok!(Sandbox.inject(queue.sandbox, fault))
 
-  def inject(%Queue{}, _fault) do
+  def inject(queue, _fault) do
+    queue!(queue)
+
     raise ArgumentError,
           "this sandbox is shared with other tests; start the queue with sandbox: :own to inject faults"
   end
@@ -230,9 +256,10 @@ defmodule Kmq.Testing do
 
   @doc "Where messages are now: one for a ref, a list for a list."
   @spec status(Queue.t(), ref | [ref]) :: status | [status]
-  def status(%Queue{} = queue, refs) do
+  def status(queue, refs) do
+    list = refs!(queue, refs)
     look = Watch.look(queue)
-    like(refs, for(ref <- List.wrap(refs), do: place(ref, look)))
+    like(refs, for(ref <- list, do: place(ref, look)))
   end
 
   @doc """
@@ -281,8 +308,19 @@ defmodule Kmq.Testing do
 
       assert await_redelivered(queue, order, 2) == ["failed", "timeout"]
   """
-  @spec await_redelivered(Queue.t(), ref, pos_integer, keyword) :: [String.t()]
-  def await_redelivered(%Queue{} = queue, ref, n \\ 1, options \\ []) do
+  @spec await_redelivered(Queue.t(), ref, pos_integer | keyword, keyword) :: [String.t()]
+  def await_redelivered(queue, ref, n \\ 1, options \\ [])
+
+  # Who has options and means once.
+  def await_redelivered(queue, ref, [{_, _} | _] = options, []),
+    do: await_redelivered(queue, ref, 1, options)
+
+  def await_redelivered(queue, ref, n, options) do
+    [ref] = refs!(queue, [ref])
+
+    (is_integer(n) and n > 0) ||
+      raise ArgumentError, "expected how often, a positive integer, got: #{inspect(n)}"
+
     until(options, @timeout_ms, fn ->
       look = Watch.look(queue)
       causes = for {_place, cause} <- Enum.reverse(Map.get(look.copies, ref, [])), do: cause
@@ -300,8 +338,8 @@ defmodule Kmq.Testing do
     "#{inspect(ref)} of #{queue.topic} was redelivered #{length(causes)} times, not #{n}; it is #{words(status)}"
   end
 
-  defp await(%Queue{} = queue, refs, options, what, check) do
-    refs = List.wrap(refs)
+  defp await(queue, refs, options, what, check) do
+    refs = refs!(queue, refs)
 
     until(options, @timeout_ms, fn ->
       look = Watch.look(queue)
@@ -398,6 +436,36 @@ defmodule Kmq.Testing do
   # Redelivered or dead-lettered: the next look finds the copy.
   defp ended(_), do: :open
 
+  # ---- what is given
+
+  defp queue!(%Queue{} = queue), do: queue
+
+  defp queue!(other) do
+    raise ArgumentError,
+          "expected a queue as start_queue! gives it, got: #{inspect(other, limit: 5)}"
+  end
+
+  defp refs!(queue, refs) when is_list(refs) and length(refs) >= 0 do
+    queue!(queue)
+    Enum.map(refs, &ref!(&1, queue))
+  end
+
+  defp refs!(queue, ref), do: [ref!(ref, queue!(queue))]
+
+  defp ref!({partition, offset} = ref, queue)
+       when is_integer(partition) and is_integer(offset) and offset >= 0 do
+    partition in 0..(queue.partitions - 1) ||
+      raise ArgumentError,
+            "no message of this queue, it has #{queue.partitions} partitions, numbered from 0: #{inspect(ref)}"
+
+    ref
+  end
+
+  defp ref!(other, _queue) do
+    raise ArgumentError,
+          "expected {partition, offset} as publish/3 gives it, or a list of them, got: #{inspect(other, limit: 5)}"
+  end
+
   defp config(queue, options),
     do: Config.new!(queue |> options(options) |> Keyword.delete(:name), :producer)
 
@@ -419,8 +487,11 @@ defmodule Kmq.Testing do
     {pid, true}
   end
 
-  defp sandbox(other),
-    do: {GenServer.whereis(other) || raise(ArgumentError, "no such sandbox"), true}
+  defp sandbox(other) do
+    # Asked, so that what is none says so.
+    _hosts = Sandbox.bootstrap(other)
+    {GenServer.whereis(other), true}
+  end
 
   # Outside of tests and their setups there is nobody to wait for.
   defp on_exit(fun) do

@@ -240,6 +240,15 @@ defmodule Kmq.Token do
     continue({:reply, why, %{state | waiting: waiting}})
   end
 
+  def handle_call(request, _from, state),
+    do: continue({:reply, Kmq.Ask.unknown(__MODULE__, request), state})
+
+  @impl true
+  def handle_cast(request, state) do
+    Kmq.Ask.dropped(__MODULE__, request)
+    continue({:noreply, state})
+  end
+
   @impl true
   def handle_info({:want, pid, tag}, state) do
     if state.token && now() < state.fresh_until do

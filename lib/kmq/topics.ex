@@ -25,6 +25,16 @@ defmodule Kmq.Topics do
   require Logger
 
   alias Kmq.{Config, Error, Options, Reach, Sandbox, Security}
+  alias Kmq.Options.Types
+
+  @where [:hosts, :client_config, :kafka_config]
+  # Kafka's own bounds: an int32, an int16.
+  @partitions {:custom, Types, :integer_in, [1, 0x7FFF_FFFF]}
+  @create Keyword.take(Options.schema(:publisher), @where) ++
+            [
+              replication: [type: {:custom, Types, :integer_in, [1, 0x7FFF]}],
+              config: [type: {:custom, Types, :topic_config, []}, default: []]
+            ]
 
   @timeout_ms 15_000
   @day_ms 86_400_000
@@ -36,11 +46,17 @@ defmodule Kmq.Topics do
 
   @doc "The default name of the marker topic of a queue topic and a group."
   @spec marker_topic(String.t(), String.t()) :: String.t()
-  defdelegate marker_topic(topic, group_id), to: Config, as: :default_marker_topic
+  def marker_topic(topic, group_id),
+    do: Config.default_marker_topic(text!(topic, "topic"), text!(group_id, "group"))
 
   @doc "The default name of the dead letter topic of a queue topic."
   @spec dead_letter_topic(String.t()) :: String.t()
-  defdelegate dead_letter_topic(topic), to: Config, as: :default_dead_letter_topic
+  def dead_letter_topic(topic), do: Config.default_dead_letter_topic(text!(topic, "topic"))
+
+  defp text!(text, _what) when is_binary(text), do: text
+
+  defp text!(other, what),
+    do: raise(ArgumentError, "expected the #{what}'s name, a string, got: #{inspect(other)}")
 
   @doc "Makes the marker and dead letter topics of a pipeline with these options that are missing, and checks all."
   @spec create(keyword) :: {:ok, partitions} | {:error, Error.t()}
@@ -60,11 +76,14 @@ defmodule Kmq.Topics do
   """
   @spec create_topic(String.t(), pos_integer, keyword) :: :ok | {:error, Error.t()}
   def create_topic(topic, partitions, options) do
-    {settings, connection} = Keyword.split(options, [:replication, :config])
-    replication = settings[:replication] || -1
-    config = for {name, value} <- settings[:config] || [], do: {to_string(name), to_string(value)}
+    with :ok <- argument(:topic, topic, {:custom, Types, :topic, []}),
+         :ok <- argument(:partitions, partitions, @partitions),
+         {:ok, valid} <- valid(options, @create),
+         connection = Keyword.take(options, @where),
+         {:ok, %{admin_props: props, bootstrap: bootstrap}} <- Config.connection(connection) do
+      replication = valid[:replication] || -1
+      config = valid[:config]
 
-    with {:ok, %{admin_props: props, bootstrap: bootstrap}} <- Config.connection(connection) do
       case sandbox(bootstrap) do
         {:ok, sandbox} ->
           Sandbox.create_topic(sandbox, topic, partitions)
@@ -84,7 +103,8 @@ defmodule Kmq.Topics do
   @doc "Deletes a topic and all that is in it."
   @spec delete_topic(String.t(), keyword) :: :ok | {:error, Error.t()}
   def delete_topic(topic, connection) do
-    with {:ok, %{admin_props: props, bootstrap: bootstrap}} <- Config.connection(connection) do
+    with :ok <- argument(:topic, topic, {:custom, Types, :topic, []}),
+         {:ok, %{admin_props: props, bootstrap: bootstrap}} <- Config.connection(connection) do
       with_admin(props, bootstrap, fn admin, deadline ->
         with {:ok, _id} <- Reach.cluster_id(admin, bootstrap, left(deadline)) do
           native(
@@ -94,6 +114,22 @@ defmodule Kmq.Topics do
         end
       end)
     end
+  end
+
+  # What is no option of a call, told as one.
+  defp argument(name, value, type) do
+    case Options.check(value, type) do
+      {:ok, _value} ->
+        :ok
+
+      {:error, message} ->
+        {:error, Error.new(:invalid_option, "invalid value for the #{name}: " <> message)}
+    end
+  end
+
+  defp valid(options, schema) do
+    with {:error, message} <- Options.validate(options, schema),
+         do: {:error, Error.new(:invalid_option, message)}
   end
 
   @doc false
@@ -436,7 +472,8 @@ defmodule Kmq.Topics do
 
     Error.new(
       reason,
-      "missing: #{what}. Set create_topics: true, or create with:\n" <> commands
+      "missing: #{what}. Set create_topics: true, run mix kmq.topics create, or create with:\n" <>
+        commands
     )
   end
 

@@ -24,7 +24,19 @@ defmodule Kmq.Tracker do
   use GenServer
   require Logger
 
-  alias Kmq.{CommandLine, Config, Error, Info, Noted, Security, Telemetry, Token, Topics}
+  alias Kmq.{
+    Advice,
+    Ask,
+    CommandLine,
+    Config,
+    Error,
+    Info,
+    Noted,
+    Security,
+    Telemetry,
+    Token,
+    Topics
+  }
 
   @protocol 1
   @call_ms 5_000
@@ -134,21 +146,20 @@ defmodule Kmq.Tracker do
   checkpoint that the commit refers to (`:checkpoint_age_ms`, -1 = none is needed).
   """
   @spec info(tracker) :: {:ok, map} | {:error, Error.t()}
-  def info(tracker), do: call(tracker, :info)
+  def info(tracker), do: call(tracker, :info, "info/1")
 
   @doc false
   @spec ping(tracker) :: :pong | {:error, Error.t()}
   def ping(tracker) do
-    with {:ok, pong} <- call(tracker, :ping), do: pong
+    with {:ok, pong} <- call(tracker, :ping, "ping/1"), do: pong
   end
 
-  @doc "Ends it: commits are made, the group is left."
-  @spec stop(tracker) :: :ok
-  def stop(tracker), do: GenServer.stop(tracker)
+  @doc "Ends it: commits are made, the group is left. One that has ended before is `{:error, %Kmq.Error{reason: :closed}}`."
+  @spec stop(tracker) :: :ok | {:error, Error.t()}
+  def stop(tracker), do: Ask.stop(__MODULE__, "stop/1", tracker, :infinity)
 
-  defp call(tracker, command) do
-    GenServer.call(tracker, {:command, command}, @call_ms + 1_000)
-  end
+  defp call(tracker, command, asked),
+    do: Ask.call(__MODULE__, asked, tracker, {:command, command}, @call_ms + 1_000)
 
   # ---- process
   #
@@ -198,6 +209,7 @@ defmodule Kmq.Tracker do
   end
 
   def handle_call({:command, _command}, _from, state), do: {:reply, not_running(), state}
+  def handle_call(request, _from, state), do: {:reply, Ask.unknown(__MODULE__, request), state}
 
   @impl true
   def handle_cast({:release, user}, state) do
@@ -209,6 +221,11 @@ defmodule Kmq.Tracker do
       nil ->
         {:noreply, state}
     end
+  end
+
+  def handle_cast(request, state) do
+    Ask.dropped(__MODULE__, request)
+    {:noreply, state}
   end
 
   @impl true
@@ -648,7 +665,7 @@ defmodule Kmq.Tracker do
   end
 
   defp event(:outage, info, state) do
-    error = native(info)
+    error = info |> native() |> Advice.connection()
     Telemetry.execute([:kmq, :error], %{count: 1}, %{group: state.config.group_id, error: error})
     # One whose last user is gone ends in a moment; its sandbox may have gone before.
     level = if state.embedded and state.users == %{}, do: :debug, else: :warning

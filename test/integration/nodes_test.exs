@@ -75,6 +75,55 @@ defmodule Kmq.Integration.NodesTest do
   end
 
   @tag timeout: 180_000
+  test "a publisher of another node: asked as one of this node, also by mistake" do
+    scene = Scene.new(partitions: 1)
+    with {a, b, _node} <- two_nodes(scene), do: asked_from_afar(scene, a, b)
+  end
+
+  defp asked_from_afar(scene, a, b) do
+    publisher = VM.call(a, Nodes, :publisher, [[hosts: scene.hosts]])
+    there = &VM.call(b, &1, &2, [publisher | &3])
+
+    assert {:ok, %{offset: 0}} = there.(Publisher, :publish, [scene.topic, "one"])
+    # Each node counts the time by its own clock.
+    assert there.(Publisher, :publish_async, [scene.topic, "two"]) == :ok
+    assert there.(Publisher, :flush, [scaled(10_000)]) == :ok
+    assert there.(Publisher, :queued, []) == 0
+
+    for {module, function} <- [
+          {Consumer, :pull},
+          {Consumer, :flush},
+          {Consumer, :stop},
+          {Kmq.Sandbox, :bootstrap},
+          {Kmq.Sandbox, :stop},
+          {Kmq.Tracker, :info},
+          {Kmq.Tracker, :stop}
+        ] do
+      error = assert_raise(RuntimeError, fn -> there.(module, function, []) end)
+
+      assert error.message =~
+               ~r/#{inspect(module)}.#{function}.* takes a #{inspect(module)}, and .* is a Kmq.Publisher/
+    end
+
+    assert_raise RuntimeError, ~r/unknown option :dealy/, fn ->
+      there.(Publisher, :publish, [scene.topic, "v", [dealy: 1]])
+    end
+
+    assert {:ok, %{offset: 2}} = there.(Publisher, :publish, [scene.topic, "three"])
+    VM.kill(a)
+
+    eventually(fn ->
+      for {function, args} <- [
+            {:publish, [scene.topic, "v"]},
+            {:publish_async, [scene.topic, "v"]},
+            {:flush, []},
+            {:close, []}
+          ],
+          do: assert({:error, %Kmq.Error{reason: :closed}} = there.(Publisher, function, args))
+    end)
+  end
+
+  @tag timeout: 180_000
   test "by its handle and by receipts, while the node that was handed them dies" do
     scene = Scene.new(partitions: 1, lease: scaled(6_000))
     with {a, b, node} <- two_nodes(scene), do: dying(scene, a, b, node)

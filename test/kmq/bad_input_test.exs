@@ -2,10 +2,14 @@ defmodule Kmq.BadInputTest do
   # What a caller gets wrong is said in the caller, by the name of the option, before anything is asked of anybody.
   use ExUnit.Case, async: true
 
-  alias Kmq.{Consumer, DeadLetters, Message, Publisher, Sandbox}
+  alias Kmq.{Consumer, DeadLetters, Message, Publisher, Sandbox, Topics}
 
-  @message %Message{topic: "q", partition: 0, offset: 1, handle: %{pid: :none}, slot: 1}
+  @handle %Kmq.Handle{pid: :none, ref: :none}
+  @message %Message{topic: "q", partition: 0, offset: 1, handle: @handle, slot: 1}
   @hosts [hosts: "localhost:1"]
+  @timeout "a timeout is milliseconds, 0 to 4294967295, or :infinity, got: "
+  @headers "expected a list of {name, value}, at most 4000, the name a string without NUL, the value a binary or nil"
+  @proper "expected lists that end with [], not with something else behind a |"
 
   defp raised(fun) do
     fun.()
@@ -28,7 +32,15 @@ defmodule Kmq.BadInputTest do
            "invalid value for :wait option: expected an integer from 0 to 86400000, got: :infinity"},
           {"ack", fn -> Kmq.ack(@message, :sync) end, of_sync <> ":sync"},
           {"ack", fn -> Kmq.ack(@message, sync: 0) end,
-           "invalid value for :sync option: expected true, false or ms, got: 0"},
+           "invalid value for :sync option: expected true, false or ms, 1 to 4294967295, got: 0"},
+          {"ack", fn -> Kmq.ack(@message, sync: 10 ** 14) end,
+           "invalid value for :sync option: expected true, false or ms, 1 to 4294967295, got: 100000000000000"},
+          {"flush", fn -> Consumer.flush(:nobody, -1) end, @timeout <> "-1"},
+          {"flush", fn -> Consumer.flush(:nobody, 2 ** 70) end, @timeout <> "#{2 ** 70}"},
+          {"stop", fn -> Consumer.stop(:nobody, :soon) end, @timeout <> ":soon"},
+          {"ack", fn -> Kmq.ack([@message | @message]) end,
+           "expected a Kmq.Message or a list of them, got: " <>
+             inspect([@message | @message], limit: 5)},
           {"discard", fn -> Kmq.discard(@message, true) end, of_sync <> "true"},
           {"release", fn -> Kmq.release(@message, 5) end, of_sync <> "5"},
           {"snooze", fn -> Kmq.snooze(@message, 5, 5) end, of_sync <> "5"},
@@ -45,7 +57,7 @@ defmodule Kmq.BadInputTest do
            "invalid value for :delay option: expected {:exponential, options}, {:linear, options} or a list of ms, got: :soon"},
           {"ack", fn -> Kmq.ack([@message, 1]) end,
            "expected a Kmq.Message or a list of them, got: 1"},
-          {"ack", fn -> Kmq.ack([@message, %{@message | handle: :another}, nil]) end,
+          {"ack", fn -> Kmq.ack([@message, %{@message | slot: 2}, nil]) end,
            "expected a Kmq.Message or a list of them, got: nil"}
         ] do
       assert {name, raised(call)} == {name, text}
@@ -65,7 +77,23 @@ defmodule Kmq.BadInputTest do
           {fn -> Publisher.publish_many(:nobody, [], 5) end,
            "expected options to be a keyword list of :timeout, got: 5"},
           {fn -> Publisher.publish_many_async(:nobody, [], timeout: -1) end,
-           "invalid value for :timeout option: expected a non-negative integer or :infinity, got: -1"}
+           "invalid value for :timeout option: #{@timeout}-1"},
+          {fn -> Publisher.publish(:nobody, "t", "v", timeout: 2 ** 32) end,
+           "invalid value for :timeout option: #{@timeout}4294967296"},
+          {fn -> Publisher.flush(:nobody, 1.5) end, @timeout <> "1.5"},
+          {fn -> Publisher.publish_many(:nobody, [{"t", "v"} | {"t", "v"}]) end,
+           "expected a list of messages that ends with [], not with {\"t\", \"v\"}"},
+          {fn -> Publisher.publish_many(:nobody, [{"t", "v"}, {"u", "v"} | :more]) end,
+           "expected a list of messages that ends with [], not with :more"},
+          {fn -> Publisher.publish(:nobody, "t", "v", headers: [{"a\0b", "1"}]) end,
+           "invalid value for :headers option: " <>
+             @headers <> ", got: [{<<97, 0, 98>>, \"1\"}]"},
+          {fn -> Publisher.publish(:nobody, "t", "v", headers: [{"a", "1"} | {"b", "2"}]) end,
+           "invalid value for :headers option: " <> @proper},
+          {fn -> Publisher.publish(:nobody, "t", "v", tags: ["a" | "b"]) end,
+           "invalid value for :tags option: " <> @proper},
+          {fn -> Publisher.publish(:nobody, "t", "v", [{:key, "k"} | :x]) end,
+           "expected options to be a keyword list, got: :\"a list that is not one\""}
         ] do
       assert raised(call) == text
     end
@@ -86,9 +114,9 @@ defmodule Kmq.BadInputTest do
           {[group: :shop], "expected :group to be a string, or nil: of no group, got: :shop"},
           {[key: 42], "expected :key to be a binary, or nil, got: 42"},
           {[headers: %{"h" => "1"}],
-           "expected :headers to be a list of {name, value}, the name a string, the value a binary or nil, got: %{\"h\" => \"1\"}"},
+           "expected :headers to be a list of {name, value}, the name a string without NUL, the value a binary or nil, got: %{\"h\" => \"1\"}"},
           {[headers: [{"h", 1}]],
-           "expected :headers to be a list of {name, value}, the name a string, the value a binary or nil, got: [{\"h\", 1}]"},
+           "expected :headers to be a list of {name, value}, the name a string without NUL, the value a binary or nil, got: [{\"h\", 1}]"},
           {[attempts: "3"],
            "expected :attempts to be a non-negative integer or a range of them, got: \"3\""},
           {[attempts: -3],
@@ -134,6 +162,12 @@ defmodule Kmq.BadInputTest do
 
     assert raised(fn -> DeadLetters.show(:q, 0, 0, @hosts) end) ==
              "expected a topic's name, a string, got: :q"
+
+    assert raised(fn -> DeadLetters.show("q", "0", 0, @hosts) end) ==
+             "expected the partition, an integer from 0 to 2147483647, got: \"0\""
+
+    assert raised(fn -> DeadLetters.show("q", 0, -1, @hosts) end) ==
+             "expected the offset, an integer from 0 to 9223372036854775806, got: -1"
   end
 
   test "a sandbox" do
@@ -144,16 +178,53 @@ defmodule Kmq.BadInputTest do
           {[topics: "x"],
            "invalid value for :topics option: expected a map of topic to number of partitions or a list of topics, got: \"x\""},
           {[topics: %{"x" => 0}],
-           "invalid value for :topics option: expected a positive number of partitions of \"x\", got: 0"},
+           "invalid value for :topics option: expected a number of partitions of \"x\", from 1 to 10000, got: 0"},
+          {[topics: ["x" | "y"]], "invalid value for :topics option: " <> @proper},
+          {[brokers: 5_000],
+           "invalid value for :brokers option: expected an integer from 1 to 100, got: 5000"},
           {[topics: ["x", 5]],
            "invalid value for :topics option: expected a topic's name, a string, got: 5"},
           {[topics: ["x/y"]],
            "invalid value for :topics option: \"x/y\" has characters Kafka does not take in a topic's name (letters, digits, dot, _ and - only)"},
           {[partitions: 0],
-           "invalid value for :partitions option: expected a positive integer, got: 0"}
+           "invalid value for :partitions option: expected an integer from 1 to 10000, got: 0"}
         ] do
       assert raised(fn -> Sandbox.start_link(options) end) == text
     end
+  end
+
+  # A mistake in what is asked for, told before anybody is asked.
+  test "topics" do
+    for {call, text} <- [
+          {fn -> Topics.create_topic(:q, 1, @hosts) end,
+           "the topic: expected a topic's name, a string, got: :q"},
+          {fn -> Topics.create_topic("a/b", 1, @hosts) end,
+           "the topic: \"a/b\" has characters Kafka does not take in a topic's name (letters, digits, dot, _ and - only)"},
+          {fn -> Topics.create_topic("q", "3", @hosts) end,
+           "the partitions: expected an integer from 1 to 2147483647, got: \"3\""},
+          {fn -> Topics.create_topic("q", 1, @hosts ++ [replication: 0]) end,
+           ":replication option: expected an integer from 1 to 32767, got: 0"},
+          {fn -> Topics.create_topic("q", 1, @hosts ++ [config: "x"]) end,
+           ":config option: expected a list of {name, value}, got: \"x\""},
+          {fn -> Topics.create_topic("q", 1, @hosts ++ [config: [{"a", %{}}]]) end,
+           ":config option: expected a string, number, boolean or atom, got: %{}"},
+          {fn -> Topics.create_topic("q", 1, @hosts ++ [config: [{"a", "1"} | "b"]]) end,
+           ":config option: " <> @proper},
+          {fn -> Topics.delete_topic(nil, @hosts) end,
+           "the topic: expected a topic's name, a string, got: nil"}
+        ] do
+      assert {:error, %Kmq.Error{reason: :invalid_option, message: message}} = call.()
+      assert message == "invalid value for " <> text
+    end
+
+    assert {:error, %Kmq.Error{message: "unknown option :replicas" <> _}} =
+             Topics.create_topic("q", 1, @hosts ++ [replicas: 3])
+
+    assert raised(fn -> Topics.marker_topic(:q, "g") end) ==
+             "expected the topic's name, a string, got: :q"
+
+    assert raised(fn -> Topics.dead_letter_topic(nil) end) ==
+             "expected the topic's name, a string, got: nil"
   end
 
   test "integers that the native side cannot hold" do

@@ -4,6 +4,7 @@ defmodule Kmq.ErrorTest do
   alias Kmq.Error
 
   doctest Kmq.Error
+  doctest Kmq.Advice
 
   test "Kafka's names become reasons, unknown ones no atoms" do
     assert %Error{
@@ -65,7 +66,7 @@ defmodule Kmq.ErrorTest do
                  Kmq.Topics.retention("q", hosts, props, 4_500)
 
         assert text =~ "no broker of :hosts (127.0.0.1:1) answered"
-        assert text =~ "Connection refused"
+        assert text =~ "the connection is refused (_TRANSPORT). Is the address right"
       end)
 
     assert log =~ ~r/no broker of :hosts \(127.0.0.1:1\) has answered yet, giving up in [23] s/

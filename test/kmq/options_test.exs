@@ -73,7 +73,7 @@ defmodule Kmq.OptionsTest do
     {:on_failure, :absent, {:retry, [5]}, {:retry, {:list, [5], 0.0}}, {:snooze, -1},
      "invalid value for :on_failure option: expected a delay of 0 to 2592000000 ms (30 days), got: -1"},
     {:gauge_interval, 5_000, 0, 0, -1,
-     "invalid value for :gauge_interval option: expected a non-negative integer, got: -1"},
+     "invalid value for :gauge_interval option: expected an integer from 0 to 86400000, got: -1"},
     {:isolation_level, :read_committed, :read_uncommitted, :read_uncommitted, :serializable,
      "invalid value for :isolation_level option: expected one of :read_committed, :read_uncommitted, got: :serializable"},
     {:filter, [], [tags: ["a"], headers: [{"h", "1"}], routing: ["a.*.#"]],
@@ -231,7 +231,8 @@ defmodule Kmq.OptionsTest do
 
     assert publish(:headers, [{"", "x"}]) ==
              {:error,
-              "invalid value for :headers option: expected a list of {name, value}, the name a string, the value a binary or nil, " <>
+              "invalid value for :headers option: expected a list of {name, value}, at most 4000, the name a string without NUL, " <>
+                "the value a binary or nil, " <>
                 "got: [{\"\", \"x\"}]"}
 
     assert publish(:partition, -1) ==

@@ -95,6 +95,79 @@ defmodule Kmq.TestingTest do
     assert status(queue, later) == :open
   end
 
+  test "what is no queue, no message of it, no option: told by name", %{queue: queue} do
+    order = publish(queue, "flour")
+    refs = ~r/expected \{partition, offset\} as publish\/3 gives it, or a list of them, got: /
+
+    for call <- [&status(queue, &1), &await_settled(queue, &1), &await_redelivered(queue, &1)],
+        bad <- [:x, nil, {0, -1}, %{partition: 0, offset: 0}, "0"] do
+      assert_raise ArgumentError, refs, fn -> call.(bad) end
+    end
+
+    for bad <- [[order | order], [order, :x]],
+        do: assert_raise(ArgumentError, refs, fn -> status(queue, bad) end)
+
+    assert_raise ArgumentError, ~r/it has 2 partitions, numbered from 0: \{7, 0\}/, fn ->
+      await_acked(queue, {7, 0})
+    end
+
+    for call <- [
+          &status(&1, order),
+          &options/1,
+          &publish(&1, ["v"]),
+          &inject(&1, {:rtt, 1, 1}),
+          &await_ready/1
+        ],
+        bad <- [nil, :x, "queue-1"] do
+      assert_raise ArgumentError, ~r/expected a queue as start_queue! gives it, got: /, fn ->
+        call.(bad)
+      end
+    end
+
+    for {options, text} <- [
+          {[sandbox: "x"],
+           ~s(Kmq.Sandbox.bootstrap/1 takes a Kmq.Sandbox, its pid or its name, got: "x")},
+          {[sandbox: self()],
+           "Kmq.Sandbox.bootstrap/1 takes a Kmq.Sandbox, and #{inspect(self())} is no process of Kmq"},
+          {[partitions: 0],
+           "invalid value for :partitions option: expected an integer from 1 to 1000, got: 0"},
+          {5, "expected options of start_queue! to be a keyword list, got: 5"}
+        ] do
+      assert_raise ArgumentError, text, fn -> start_queue!(options) end
+    end
+
+    assert_raise ArgumentError,
+                 ~r/expected a message's options to be a keyword list, got: 5/,
+                 fn ->
+                   publish(queue, "v", 5)
+                 end
+
+    # The count may be left out.
+    assert await_acked(queue, order) == :ok
+    later = publish(queue, "later")
+
+    assert_raise TimeoutError, ~r/0 times, not 1/, fn ->
+      await_redelivered(queue, later, timeout: 50)
+    end
+
+    assert_raise ArgumentError, ~r/a positive integer, got: 0/, fn ->
+      await_redelivered(queue, later, 0)
+    end
+  end
+
+  test "a queue whose process has ended says so" do
+    task = Task.async(fn -> start_queue!() end)
+    queue = Task.await(task, 60_000)
+
+    Kmq.Test.Eventually.eventually(fn ->
+      error = catch_error(status(queue, {0, 0}))
+      assert %Kmq.Error{reason: :closed, message: text} = error
+
+      assert text =~
+               "the queue #{queue.topic} is closed: it ends with the process that has called start_queue!"
+    end)
+  end
+
   test "a queue of its own, with faults", %{queue: shared} do
     assert_raise ArgumentError, ~r/sandbox: :own/, fn -> inject(shared, {:rtt, 1, 10}) end
 

@@ -55,6 +55,22 @@ defmodule Kmq.Test.Nodes do
     end
   end
 
+  @doc "A publisher there that lives as long as its node."
+  @spec publisher(keyword) :: pid
+  def publisher(options) do
+    caller = self()
+
+    spawn(fn ->
+      {:ok, publisher} = Kmq.Publisher.start_link(options)
+      send(caller, {:publisher, publisher})
+      Process.sleep(:infinity)
+    end)
+
+    receive do
+      {:publisher, publisher} -> publisher
+    end
+  end
+
   @doc "The next n messages of the consumer of `hold/3`, on its own node."
   @spec more(pos_integer) :: [Kmq.Message.t()]
   def more(n) do

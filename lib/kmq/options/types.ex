@@ -4,6 +4,16 @@ defmodule Kmq.Options.Types do
 
   @type result :: {:ok, term} | {:error, String.t()}
 
+  # ---- what all of them rest on
+
+  @doc "Does every list in it end with `[]`?"
+  @spec proper?(term) :: boolean
+  def proper?(list) when is_list(list) and length(list) >= 0, do: Enum.all?(list, &proper?/1)
+  def proper?(list) when is_list(list), do: false
+  def proper?(tuple) when is_tuple(tuple), do: tuple |> Tuple.to_list() |> proper?()
+  def proper?(map) when is_map(map) and not is_struct(map), do: map |> Map.to_list() |> proper?()
+  def proper?(_other), do: true
+
   # ---- small ones
 
   @spec integer_from(term, integer) :: result
@@ -62,14 +72,37 @@ defmodule Kmq.Options.Types do
   def binary_or_nil(value) when is_binary(value) or is_nil(value), do: {:ok, value}
   def binary_or_nil(value), do: {:error, "expected a binary or nil, got: #{inspect(value)}"}
 
+  # What Erlang waits for at most.
+  @timeout_max 4_294_967_295
+
+  @spec timeout(term) :: result
+  def timeout(:infinity), do: {:ok, :infinity}
+  def timeout(ms) when is_integer(ms) and ms in 0..@timeout_max, do: {:ok, ms}
+
+  def timeout(value) do
+    {:error,
+     "a timeout is milliseconds, 0 to #{@timeout_max}, or :infinity, got: #{inspect(value)}"}
+  end
+
+  @doc "As `timeout/1`, of an argument; raises `ArgumentError`."
+  @spec timeout!(term) :: timeout
+  def timeout!(value) do
+    case timeout(value) do
+      {:ok, timeout} -> timeout
+      {:error, message} -> raise ArgumentError, message
+    end
+  end
+
   @sync_ms 30_000
 
   @doc "Whether, and for how many ms, a call waits for Kafka; nil: it does not."
   @spec sync(term) :: result
   def sync(true), do: {:ok, @sync_ms}
   def sync(false), do: {:ok, nil}
-  def sync(ms) when is_integer(ms) and ms > 0, do: {:ok, ms}
-  def sync(value), do: {:error, "expected true, false or ms, got: #{inspect(value)}"}
+  def sync(ms) when is_integer(ms) and ms in 1..@timeout_max, do: {:ok, ms}
+
+  def sync(value),
+    do: {:error, "expected true, false or ms, 1 to #{@timeout_max}, got: #{inspect(value)}"}
 
   @doc "ms, a backoff or a function of attempt and reason."
   @spec retry_delay(term) :: result
@@ -182,7 +215,7 @@ defmodule Kmq.Options.Types do
     cause: "a cause, a string or an atom, or a list of them",
     group: "a string, or nil: of no group",
     key: "a binary, or nil",
-    headers: "a list of {name, value}, the name a string, the value a binary or nil",
+    headers: "a list of {name, value}, the name a string without NUL, the value a binary or nil",
     attempts: "a non-negative integer or a range of them",
     since: "a DateTime",
     until: "a DateTime",
@@ -238,29 +271,39 @@ defmodule Kmq.Options.Types do
   def function_of_one(value),
     do: {:error, "expected a function that takes one argument, got: #{inspect(value)}"}
 
+  # The native side takes 4,096, and some are Kmq's own.
+  @headers_max 4_000
+
   @spec headers(term) :: result
   def headers(value) do
     if headers?(value),
       do: {:ok, value},
       else:
         {:error,
-         "expected a list of {name, value}, the name a string, the value a binary or nil, got: #{inspect(value)}"}
+         "expected a list of {name, value}, at most #{@headers_max}, the name a string without NUL, the value a binary or nil, got: #{inspect(value)}"}
   end
 
   @doc "Is it a list of headers?"
   @spec headers?(term) :: boolean
-  def headers?(value), do: is_list(value) and Enum.all?(value, &header?/1)
+  def headers?(value), do: headers?(value, 0)
 
+  defp headers?([header | rest], n) when n < @headers_max,
+    do: header?(header) and headers?(rest, n + 1)
+
+  defp headers?(rest, _n), do: rest == []
+
+  # A name is a C string on its way.
   defp header?({name, value}) when is_binary(name) and (is_binary(value) or is_nil(value)),
-    do: name != ""
+    do: name != "" and :binary.match(name, <<0>>) == :nomatch
 
   defp header?(_other), do: false
 
   @spec offset_reset_policy(term) :: result
   def offset_reset_policy(value) when value in [:earliest, :latest], do: {:ok, value}
 
-  def offset_reset_policy({:timestamp, ms}) when is_integer(ms) and ms >= 0,
-    do: {:ok, {:timestamp, ms}}
+  def offset_reset_policy({:timestamp, ms})
+      when is_integer(ms) and ms in 0..0x3FFF_FFFF_FFFF_FFFF,
+      do: {:ok, {:timestamp, ms}}
 
   def offset_reset_policy(value),
     do: {:error, "expected :earliest, :latest or {:timestamp, ms}, got: #{inspect(value)}"}
@@ -338,24 +381,29 @@ defmodule Kmq.Options.Types do
   @doc "Of a sandbox, `[{name, partitions} | name]`: a map, keyword or list of names."
   @spec sandbox_topics(term) :: result
   def sandbox_topics(value) when is_list(value) or is_map(value),
-    do: collect(value, &sandbox_topic/1)
+    do: collect(value, &sandbox_topics_entry/1)
 
   def sandbox_topics(value) do
     {:error,
      "expected a map of topic to number of partitions or a list of topics, got: #{inspect(value)}"}
   end
 
-  defp sandbox_topic({name, n}) when is_integer(n) and n > 0,
+  defp sandbox_topics_entry({name, n}) when is_integer(n) and n in 1..10_000,
     do: with({:ok, name} <- sandbox_topic(name), do: {:ok, {name, n}})
 
-  defp sandbox_topic({name, n}),
-    do:
-      {:error, "expected a positive number of partitions of #{inspect(name)}, got: #{inspect(n)}"}
+  defp sandbox_topics_entry({name, n}) do
+    {:error,
+     "expected a number of partitions of #{inspect(name)}, from 1 to 10000, got: #{inspect(n)}"}
+  end
 
-  defp sandbox_topic(name) when is_atom(name) and name not in [nil, true, false],
+  defp sandbox_topics_entry(name), do: sandbox_topic(name)
+
+  @doc "A topic's name; an atom is one, too."
+  @spec sandbox_topic(term) :: result
+  def sandbox_topic(name) when is_atom(name) and name not in [nil, true, false],
     do: topic(Atom.to_string(name))
 
-  defp sandbox_topic(name), do: topic(name)
+  def sandbox_topic(name), do: topic(name)
 
   @spec topic_or_map(term) :: result
   def topic_or_map(value) when is_binary(value), do: topic(value)
@@ -372,6 +420,27 @@ defmodule Kmq.Options.Types do
 
   def topic_or_map(value),
     do: {:error, "expected a string or a map from topic to topic, got: #{inspect(value)}"}
+
+  @doc "Settings of a topic, `[{name, value}]` or a map: normal form `[{binary, binary}]`."
+  @spec topic_config(term) :: result
+  def topic_config(value) when is_list(value) or is_map(value) do
+    collect(value, fn
+      {name, value} when (is_atom(name) and name != nil) or is_binary(name) ->
+        if text?(name) and text?(value),
+          do: {:ok, {to_string(name), to_string(value)}},
+          else: {:error, "expected a string, number, boolean or atom, got: #{inspect(value)}"}
+
+      other ->
+        {:error,
+         "expected {\"retention.ms\", \"60000\"} and the like, got #{inspect(other)} in it"}
+    end)
+  end
+
+  def topic_config(value),
+    do: {:error, "expected a list of {name, value}, got: #{inspect(value)}"}
+
+  defp text?(value),
+    do: printable?(value) and not String.contains?(to_string(value), <<0>>)
 
   @doc "What is wrong with a topic's name, or nil."
   @spec topic_problem(String.t()) :: String.t() | nil

@@ -27,11 +27,14 @@ defmodule Kmq.Publisher.Refusal do
   @spec max_bytes(Kmq.Config.props()) :: String.t()
   def max_bytes(props), do: Map.get(Map.new(props), "message.max.bytes", @client_bytes)
 
-  @doc "The results of these entries, the errors among them with a message that says more where there is more to say."
-  @spec explain([result], String.t(), [entry], source) :: [result]
-  def explain(results, topic, entries, source) do
+  @doc """
+  The results of these entries, the errors among them with a message that says more where there is more to say: as far as that can be found out
+  in `ms`.
+  """
+  @spec explain([result], String.t(), [entry], source, timeout) :: [result]
+  def explain(results, topic, entries, source, ms) do
     if Enum.any?(results, &explained?/1) do
-      taken = taken(topic, source)
+      taken = taken(topic, source, max(min(ms, @ask_ms), 1))
 
       Enum.zip_with(entries, results, fn entry, result ->
         if explained?(result),
@@ -81,18 +84,21 @@ defmodule Kmq.Publisher.Refusal do
   defp size(bytes), do: byte_size(bytes)
 
   # {partitions (0: not known), max.message.bytes (nil: not known)}
-  defp taken(topic, source) do
+  defp taken(topic, source, ms) do
     now = System.monotonic_time(:millisecond)
 
     case :ets.lookup(source.topics, {:taken, topic}) do
       [{_, at, taken}] when now - at < @known_ms -> taken
-      _ -> ask(topic, source, now)
+      _ -> ask(topic, source, now, ms)
     end
+  rescue
+    # The table ended with its publisher.
+    ArgumentError -> {0, nil}
   end
 
-  defp ask(topic, source, now) do
+  defp ask(topic, source, now, ms) do
     taken =
-      case Topics.takes(topic, source.bootstrap, source.admin_props, @ask_ms) do
+      case Topics.takes(topic, source.bootstrap, source.admin_props, ms) do
         {:ok, taken} -> taken
         {:error, _error} -> {0, nil}
       end

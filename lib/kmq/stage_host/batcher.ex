@@ -45,6 +45,15 @@ defmodule Kmq.StageHost.Batcher do
     {:noreply, reply(%{state | waiting: state.waiting ++ [{:empty, from}]})}
   end
 
+  def handle_call(request, _from, state),
+    do: {:reply, Kmq.Ask.unknown(__MODULE__, request), state}
+
+  @impl true
+  def handle_cast(request, state) do
+    Kmq.Ask.dropped(__MODULE__, request)
+    {:noreply, state}
+  end
+
   @impl true
   def handle_info({:timeout, timer, key}, state) do
     case state.open do
@@ -66,6 +75,11 @@ defmodule Kmq.StageHost.Batcher do
         state = %{state | consumers: consumers, idle: List.delete(state.idle, index)}
         {:noreply, index |> start_consumer(state) |> give_out() |> reply()}
     end
+  end
+
+  def handle_info(message, state) do
+    Kmq.Ask.dropped(__MODULE__, message)
+    {:noreply, state}
   end
 
   defp collect(message, %{options: options} = state) do

@@ -11,7 +11,7 @@ defmodule Kmq.Testing.Watch do
 
   use GenServer
 
-  alias Kmq.{DeadLetter, Error, Inspect, Message, Publisher}
+  alias Kmq.{Ask, DeadLetter, Error, Inspect, Message, Publisher}
 
   @call_ms 10_000
   @close_ms 1_000
@@ -46,9 +46,18 @@ defmodule Kmq.Testing.Watch do
   def committed(queue, group, topic), do: call(queue, {:committed, group, topic})
 
   defp call(queue, request) do
-    case GenServer.call(name(queue), request, 2 * @call_ms) do
-      {:ok, result} -> result
-      {:error, error} -> raise error
+    case Ask.call(__MODULE__, "look/1", name(queue), request, 2 * @call_ms) do
+      {:ok, result} ->
+        result
+
+      {:error, %Error{reason: :closed} = error} ->
+        text =
+          "the queue #{queue.topic} is closed: it ends with the process that has called start_queue!"
+
+        raise %{error | message: text}
+
+      {:error, error} ->
+        raise error
     end
   end
 
@@ -89,12 +98,25 @@ defmodule Kmq.Testing.Watch do
     {:reply, result, state}
   end
 
+  def handle_call(request, _from, state), do: {:reply, Ask.unknown(__MODULE__, request), state}
+
+  @impl true
+  def handle_cast(request, state) do
+    Ask.dropped(__MODULE__, request)
+    {:noreply, state}
+  end
+
   @impl true
   def handle_info({:EXIT, _pid, reason}, state), do: {:stop, reason, state}
 
+  def handle_info(message, state) do
+    Ask.dropped(__MODULE__, message)
+    {:noreply, state}
+  end
+
   @impl true
   def terminate(_reason, state) do
-    if Process.alive?(state.publisher), do: Publisher.close(state.publisher, @close_ms)
+    _closed_before? = Publisher.close(state.publisher, @close_ms)
     :kmq_nif.admin_close(state.admin)
   end
 

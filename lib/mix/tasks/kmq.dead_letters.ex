@@ -58,7 +58,9 @@ defmodule Mix.Tasks.Kmq.DeadLetters do
   ]
 
   @impl true
-  def run(args), do: run(args, @moduledoc, @switches, &dead_letters/3)
+  def run(args),
+    do:
+      run(args, @moduledoc, @switches, &dead_letters/3, headers: "--header", group: "--position")
 
   defp dead_letters(["list", topic], options, connection) do
     letters = DeadLetters.stream(topic, where(options, connection) ++ filter(options))
@@ -72,18 +74,18 @@ defmodule Mix.Tasks.Kmq.DeadLetters do
         for l <- letters,
             do: [l.partition, l.offset, l.key, l.cause, l.attempts, time(l.ts), l.error]
 
-      IO.puts(table([heads | rows]))
+      IO.puts(if(rows == [], do: none(options), else: table([heads | rows])))
     end
   end
 
   defp dead_letters(["show", topic, partition, offset], options, connection) do
-    with {partition, ""} <- Integer.parse(partition),
-         {offset, ""} <- Integer.parse(offset) do
+    with {partition, ""} when partition >= 0 <- Integer.parse(partition),
+         {offset, ""} when offset >= 0 <- Integer.parse(offset) do
       with {:ok, letter} <-
              DeadLetters.show(topic, partition, offset, where(options, connection)),
            do: put(map(letter), options, fn _ -> plain(letter) end)
     else
-      _ -> {:usage, "expected numbers for partition and offset"}
+      _ -> {:usage, "expected numbers for partition and offset, got: #{partition} #{offset}"}
     end
   end
 
@@ -105,6 +107,10 @@ defmodule Mix.Tasks.Kmq.DeadLetters do
 
   defp dead_letters(_words, _options, _connection),
     do: {:usage, "expected list TOPIC, show TOPIC PARTITION OFFSET, or redrive TOPIC"}
+
+  defp none(options) do
+    if filter(options) == [], do: "no dead letters", else: "no dead letters of this kind"
+  end
 
   defp where(options, connection), do: connection ++ Keyword.take(options, [:dead_letter_topic])
 

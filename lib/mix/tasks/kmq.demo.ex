@@ -22,7 +22,7 @@ defmodule Mix.Tasks.Kmq.Demo do
 
   require Logger
 
-  alias Kmq.{Consumer, Publisher, Sandbox, StageHost, Topics}
+  alias Kmq.{CommandLine, Consumer, Publisher, Sandbox, StageHost, Topics}
 
   @partitions 8
   @group "demo"
@@ -38,15 +38,27 @@ defmodule Mix.Tasks.Kmq.Demo do
 
   @impl true
   def run(args) do
-    {options, _} =
-      OptionParser.parse!(args, strict: [kafka: :string, messages: :integer, workers: :integer])
+    switches = [kafka: :string, messages: :integer, workers: :integer, help: :boolean]
+    {options, words} = CommandLine.parse(args, switches)
 
+    if options[:help],
+      do: IO.puts(@moduledoc),
+      else: demo(options[:kafka], options[:messages] || 20_000, options[:workers] || 8, words)
+  end
+
+  defp demo(_kafka, _messages, _workers, [word | _]),
+    do: CommandLine.bad_usage("expected no words, only options, got: #{word}")
+
+  defp demo(_kafka, messages, _workers, []) when messages <= @poison + @kills,
+    do: CommandLine.bad_usage("--messages: at least #{@poison + @kills + 1}, got: #{messages}")
+
+  defp demo(_kafka, _messages, workers, []) when workers not in 1..1_000,
+    do: CommandLine.bad_usage("--workers: 1 to 1000, got: #{workers}")
+
+  defp demo(kafka, messages, workers, []) do
     Mix.Task.run("app.start")
     Logger.configure(level: :error)
-
-    messages = options[:messages] || 20_000
-    messages > @poison + @kills || Mix.raise("at least #{@poison + @kills + 1} messages, please")
-    unless demo(options[:kafka], messages, options[:workers] || 8), do: exit({:shutdown, 1})
+    unless demo(kafka, messages, workers), do: exit({:shutdown, 1})
   end
 
   # true = nothing lost, nothing wrongly dead-lettered.

@@ -30,12 +30,13 @@ defmodule Mix.Tasks.Kmq.Inspect do
   import Kmq.CommandLine
 
   @impl true
-  def run(args), do: run(args, @moduledoc, [topic: :keep, group: :string], &show/3)
+  def run(args) do
+    switches = [topic: :keep, group: :string]
+    run(args, @moduledoc, switches, &show/3, topics: "--topic", group_id: "--group")
+  end
 
   defp show([], options, connection) do
-    pipeline =
-      connection ++ [topics: Keyword.get_values(options, :topic), group_id: options[:group] || ""]
-
+    pipeline = Keyword.merge(connection, queue(options))
     since = System.monotonic_time(:millisecond)
 
     # Whoever has waited for a second is told for what.

@@ -35,7 +35,8 @@ defmodule Mix.Tasks.Kmq.Publish do
   @together 500
 
   @impl true
-  def run(args), do: run(args, @moduledoc, @switches, &publish/3)
+  def run(args),
+    do: run(args, @moduledoc, @switches, &publish/3, headers: "--header", tags: "--tag")
 
   defp publish([topic], options, connection) do
     values = :stdio |> IO.stream(:line) |> Stream.map(&String.trim_trailing(&1, "\n"))

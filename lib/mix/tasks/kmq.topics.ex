@@ -20,11 +20,13 @@ defmodule Mix.Tasks.Kmq.Topics do
   import Kmq.CommandLine
 
   @impl true
-  def run(args), do: run(args, @moduledoc, [topic: :keep, group: :string], &topics/3)
+  def run(args) do
+    switches = [topic: :keep, group: :string]
+    run(args, @moduledoc, switches, &topics/3, topics: "--topic", group_id: "--group")
+  end
 
   defp topics([what], options, connection) when what in ["create", "check"] do
-    pipeline =
-      connection ++ [topics: Keyword.get_values(options, :topic), group_id: options[:group] || ""]
+    pipeline = Keyword.merge(connection, queue(options))
 
     result =
       if what == "create", do: Kmq.Topics.create(pipeline), else: Kmq.Topics.check(pipeline)

@@ -17,7 +17,7 @@ defmodule Mix.Tasks.Kmq.Tracker do
       kafka.bootstrap.servers = localhost:9092
       kafka.sasl.password = env:KAFKA_PASSWORD
 
-  The topics must be there: `Kmq.Topics`, or a pipeline with `create_topics: true`, makes them.
+  The topics must be there: `mix kmq.topics create`, or a pipeline with `create_topics: true`, makes those beside the queue.
 
     * `--config` - the file
     * `--print` - where the program is
@@ -27,31 +27,25 @@ defmodule Mix.Tasks.Kmq.Tracker do
   """
   use Mix.Task
 
+  alias Kmq.CommandLine
+
   @impl true
   def run(args) do
-    case OptionParser.parse(args, strict: [config: :string, print: :boolean, help: :boolean]) do
-      {[help: true], [], []} ->
+    case CommandLine.parse(args, config: :string, print: :boolean, help: :boolean) do
+      {[help: true], []} ->
         IO.puts(@moduledoc)
 
-      {[config: file], [], []} ->
+      {[config: file], []} ->
         Mix.Task.run("compile")
         daemon(file)
 
-      {[print: true], [], []} ->
+      {[print: true], []} ->
         Mix.Task.run("compile")
         Mix.shell().info(program())
 
-      {_, _, [{option, _} | _]} ->
-        bad_usage("unknown or incomplete option #{option}")
-
       _other ->
-        bad_usage("usage: mix kmq.tracker --config FILE | --print")
+        CommandLine.bad_usage("usage: mix kmq.tracker --config FILE | --print")
     end
-  end
-
-  defp bad_usage(text) do
-    IO.puts(:stderr, "#{text}\nsee --help")
-    exit({:shutdown, 2})
   end
 
   defp program, do: to_string(:kmq_port.program('kmq_tracker'))

@@ -111,7 +111,7 @@ defmodule OffBroadway.Kmq.Producer do
 
   require Logger
 
-  alias Kmq.{Config, Error, Handle, Lanes, Message, Ordering, Telemetry, Topics}
+  alias Kmq.{Ask, Config, Error, Handle, Lanes, Message, Ordering, Telemetry, Topics}
   alias OffBroadway.Kmq.Acknowledger
 
   @reopen_ms 1_000
@@ -158,7 +158,8 @@ defmodule OffBroadway.Kmq.Producer do
 
   @doc """
   Other queue topics from now on, for all producers of a pipeline that runs on this node: those that are new are checked (and with
-  `create_topics: true` their marker and dead letter topics made) and read, those that are not named are given back. `[]` reads nothing.
+  `create_topics: true` their marker and dead letter topics made) and read, those that are not named are given back. `[]` reads nothing
+  until there are topics again. (At its start a pipeline needs one: an empty list there is more likely a mistake than a wish.)
 
   What is in work of a topic that is not read any more can still be acknowledged, and is redelivered where it is not; the tracker
   of a pipeline (`tracker: :embedded`) covers all topics it has ever had. New topics go by the options: `:marker_topic` and the like
@@ -167,7 +168,7 @@ defmodule OffBroadway.Kmq.Producer do
       OffBroadway.Kmq.Producer.update_topics(Shop.Orders, ["orders", "returns"])
 
   It lasts as long as the pipeline: after a start it reads the topics of its options again. When it fails for one of several producers, call
-  it again.
+  it again. `{:error, %Kmq.Error{reason: :closed}}`: nothing runs by that name just now.
   """
   @spec update_topics(pipeline :: term, [String.t()]) :: :ok | {:error, Error.t()}
   defdelegate update_topics(pipeline, topics), to: Kmq.Control
@@ -398,24 +399,21 @@ defmodule OffBroadway.Kmq.Producer do
   def handle_info({:EXIT, _pid, _reason}, state), do: {:noreply, [], state}
 
   def handle_info(message, state) do
-    Logger.warning(
-      "kmq: #{inspect(state.key)}: an unknown message was dropped: #{inspect(message)}"
-    )
-
+    Ask.dropped(__MODULE__, message)
     {:noreply, [], state}
   end
 
   @doc false
   @spec handle_cast(term, struct) :: {:noreply, [], struct}
   def handle_cast(message, state) do
-    Logger.warning("kmq: #{inspect(state.key)}: an unknown cast was dropped: #{inspect(message)}")
+    Ask.dropped(__MODULE__, message)
     {:noreply, [], state}
   end
 
   @doc false
-  @spec handle_call(term, GenServer.from(), struct) ::
-          {:reply, {:error, :unknown_call}, [], struct}
-  def handle_call(_request, _from, state), do: {:reply, {:error, :unknown_call}, [], state}
+  @spec handle_call(term, GenServer.from(), struct) :: {:reply, term, [], struct}
+  def handle_call(request, _from, state),
+    do: {:reply, Ask.unknown(__MODULE__, request), [], state}
 
   @doc false
   # An orderly end closes the handle. After a crash it lives on: what is in work is still acknowledged, and the restarted

@@ -173,7 +173,7 @@ defmodule Kmq.Test.Bodies.Tasks do
     end
 
     assert {2, "", err} = mix(Tasks.Publish, ["t", "v", "--delay", "-5"] ++ hosts)
-    assert err =~ ":delay"
+    assert err =~ "--delay"
     assert {2, "", err} = mix(Tasks.Publish, ["t", "v", "--at", "tomorrow"] ++ hosts)
     assert err =~ "tomorrow"
     assert {2, "", _} = mix(Tasks.DeadLetters, ["list", "t", "--since", "long ago"] ++ hosts)
@@ -213,6 +213,74 @@ defmodule Kmq.Test.Bodies.Tasks do
     assert {1, "", _} = mix(Tasks.DeadLetters, ["list", typo] ++ hosts)
 
     # There, and nothing was ever rejected.
-    assert {0, "PARTITION" <> _, ""} = mix(Tasks.DeadLetters, ["list", topic] ++ hosts)
+    assert {0, "no dead letters\n", ""} = mix(Tasks.DeadLetters, ["list", topic] ++ hosts)
+
+    assert {0, "no dead letters of this kind\n", ""} =
+             mix(Tasks.DeadLetters, ["list", topic, "--cause", "crash"] ++ hosts)
+
+    assert {0, "", ""} = mix(Tasks.DeadLetters, ["list", topic, "--json"] ++ hosts)
+  end
+
+  body "what is wrong with an option is told by the name it has on the command line", %{
+    cluster: cluster
+  } do
+    hosts = ["--hosts", cluster.hosts]
+
+    for {task, args, text} <- [
+          {Tasks.Publish, ["t", "v", "--delay", "soon"],
+           "--delay takes a whole number, got: soon"},
+          {Tasks.Publish, ["t", "v", "--delay"], "--delay needs a value, a whole number"},
+          {Tasks.Publish, ["t", "v", "--key"], "--key needs a value"},
+          {Tasks.Publish, ["t", "v", "--json=yes"], "--json takes no value, got: yes"},
+          {Tasks.Publish, ["t", "v", "--dealy", "5"],
+           ~s(unknown option --dealy, did you mean "--delay"?)},
+          {Tasks.Publish, ["t", "v", "--partition", "-1"],
+           "invalid value for --partition: expected an integer from 0 to 2147483647, got: -1"},
+          {Tasks.Publish, ["t", "v", "--tag", "a,b"],
+           ~s(invalid value for --tag: expected a list of strings without commas, got: ["a,b"])},
+          {Tasks.Publish, ["t", "v", "--routing-key", ""],
+           ~s(invalid value for --routing-key: expected a non-empty string, got: "")},
+          {Tasks.Publish, ["t", "v", "--delay", "5", "--at", "2026-12-24T18:00:00Z"],
+           "one of --delay and --at says when, not both"},
+          {Tasks.Publish, ["t", "v", "--hosts", "kafka"],
+           ~s(invalid value for --hosts: "kafka" has no port, write "kafka:9092")},
+          {Tasks.Topics, ["check", "--group", "g"], "--topic is missing"},
+          {Tasks.Topics, ["check", "--topic", "t"], "--group is missing"},
+          {Tasks.Topics, ["check", "--topic", "a/b", "--group", "g"],
+           ~s(invalid value for --topic: "a/b" has characters Kafka does not take)},
+          {Tasks.Inspect, ["--group", "g"], "--topic is missing"},
+          {Tasks.Inspect, ["--topic", "t"], "--group is missing"},
+          {Tasks.Inspect, ["--topic", "t", "--group", ""],
+           ~s(invalid value for --group: expected a non-empty string, got: "")},
+          {Tasks.DeadLetters, ["redrive", "t", "--rate", "0"],
+           "invalid value for --rate: expected a positive integer, got: 0"},
+          {Tasks.DeadLetters, ["redrive", "t", "--position", ""],
+           ~s(invalid value for --position: expected a non-empty string, got: "")},
+          {Tasks.DeadLetters, ["redrive", "t", "--dead-letter-topic", "a b"],
+           ~s(invalid value for --dead-letter-topic: "a b" has characters)},
+          {Tasks.DeadLetters, ["list", "t", "--attempts", "-1"],
+           "expected --attempts to be a non-negative integer or a range of them, got: -1"},
+          {Tasks.DeadLetters, ["show", "t", "0", "x"],
+           "expected numbers for partition and offset, got: 0 x"},
+          {Tasks.DeadLetters, ["show", "t", "-1", "0"],
+           "expected numbers for partition and offset, got: -1 0"},
+          {Tasks.Demo, ["--workers", "0"], "--workers: 1 to 1000, got: 0"},
+          {Tasks.Demo, ["--messages", "many"], "--messages takes a whole number, got: many"},
+          {Tasks.Demo, ["now"], "expected no words, only options, got: now"},
+          {Tasks.Tracker, ["--config"], "--config needs a value"}
+        ] do
+      more = if task in [Tasks.Demo, Tasks.Tracker] or "--hosts" in args, do: [], else: hosts
+      assert {2, "", err} = mix(task, args ++ more)
+      assert err =~ text
+      refute err =~ "option :"
+    end
+
+    # An option of the file has no other name.
+    file = Path.join(System.tmp_dir!(), unique("kmq-options"))
+    on_exit(fn -> File.rm(file) end)
+    File.write!(file, "[max_redeliveries: -1]")
+    args = ["check", "--topic", "t", "--group", "g", "--options", file] ++ hosts
+    assert {2, "", err} = mix(Tasks.Topics, args)
+    assert err =~ "invalid value for :max_redeliveries option: expected a non-negative integer"
   end
 end
