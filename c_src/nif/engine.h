@@ -188,7 +188,8 @@ struct engine {
     uint64_t hunger, hungry_since, start_reported;
     part **active; /* what is assigned: n_active that flow, in round-robin order, and behind them those that leave */
     size_t n_active, n_assigned, cursor, start_cursor, hand_cursor;
-    size_t run; /* offsets of the partition at the cursor that were read in a row */
+    size_t run; /* offsets of the partition at the cursor that were read in a row, since ... */
+    int64_t run_since;
     size_t n_retired;
 
     paused_part *paused;

@@ -29,10 +29,12 @@
 enum {
     POP = 256,          /* records popped and freed together ... */
     POP_BYTES = 131072, /* ... and how much of them: all that is popped is copied before the next look at the clock */
-    QUANTUM = 1024,     /* of one partition in a row, over several calls, at least: a START of 1,000 costs what one of 10 costs */
+    QUANTUM = 1024,     /* of one partition in a row, over several calls: a START of 1,000 costs what one of 10 costs */
     HAND_OUT = 64,      /* messages between two looks at the clock */
     AHEAD_MAX = 65536,  /* messages STARTed beside start_ahead, at most */
     AHEAD_FRESH_MS = 200,
+    RUN_MS =
+        8, /* so long it goes on over several calls: then the next one has its turn, however slow the callers are */
     SLICE_US = 400 /* a normal scheduler is not held longer than about this */
 };
 
@@ -378,6 +380,13 @@ static bool unread(const engine *e, int64_t want, int64_t now)
     return false;
 }
 
+static void next_run(engine *e, int64_t now)
+{
+    e->cursor = (e->cursor + 1) % e->n_active;
+    e->run = 0;
+    e->run_since = now;
+}
+
 static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
 {
     if (atomic_exchange(&e->records_woken, false))
@@ -392,6 +401,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
      * way, one that is handed out) however many partitions there are. */
     size_t quantum = (size_t)ahead(e, now) / 3;
     quantum = quantum < QUANTUM ? QUANTUM : quantum > MARKS_RUN ? MARKS_RUN : quantum;
+    if (now - e->run_since > RUN_MS) next_run(e, now);
     while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start)) {
         part *p = e->active[e->cursor % e->n_active];
         size_t got = 0, before = p->store.bytes;
@@ -404,10 +414,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
             e->run += (size_t)(p->position - from); /* also what is skipped: it takes no room, but time */
             if (slice_over(start)) break;
         }
-        if (!flows(p) || e->run >= quantum) {
-            e->cursor = (e->cursor + 1) % e->n_active;
-            e->run = 0;
-        }
+        if (!flows(p) || e->run >= quantum) next_run(e, now);
         bytes += p->store.bytes - before;
         skipped = skipped || p->position - position > (int64_t)got;
         room -= (int64_t)got;

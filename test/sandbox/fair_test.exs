@@ -21,6 +21,31 @@ defmodule Kmq.Sandbox.FairTest do
     assert MapSet.size(seen) == 4
   end
 
-  defp taken(handle),
-    do: for({_slot, _topic, partition, _} <- Handle.take(handle, 5), do: partition)
+  test "beside a backlog that is worked off slowly another partition's messages have their turn",
+       %{cluster: cluster} do
+    topic = queue(cluster, 2)
+    publish(cluster, topic, for(i <- 1..3000, do: {"#{i}", partition: 0}))
+    options = options(cluster, topic, start_ahead: 10)
+    {:ok, handle} = Handle.open(Config.new!(options, :consumer), {__MODULE__, 2})
+    :ok = Handle.attach(handle, self())
+    on_exit(fn -> Handle.close(handle, 5_000) end)
+
+    assert slowly(handle, 20) == List.duplicate(0, 20)
+    publish(cluster, topic, for(i <- 1..5, do: {"#{i}", partition: 1}))
+
+    # what it takes until they are fetched, and their turns; a run of one partition would be a thousand
+    assert Enum.count(slowly(handle, 200), &(&1 == 1)) == 5
+  end
+
+  # One after the other, each handled for 10 ms.
+  defp slowly(handle, n) do
+    for _ <- 1..n do
+      [partition] = eventually(fn -> with([] <- taken(handle, 1), do: nil) end, 20_000)
+      Process.sleep(10)
+      partition
+    end
+  end
+
+  defp taken(handle, max \\ 5),
+    do: for({_slot, _topic, partition, _} <- Handle.take(handle, max), do: partition)
 end
