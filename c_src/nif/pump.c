@@ -29,12 +29,11 @@
 enum {
     POP = 256,          /* records popped and freed together ... */
     POP_BYTES = 131072, /* ... and how much of them: all that is popped is copied before the next look at the clock */
-    QUANTUM = 1024,     /* of one partition in a row, over several calls: a START of 1,000 costs what one of 10 costs */
-    HAND_OUT = 64,      /* messages between two looks at the clock */
-    AHEAD_MAX = 65536,  /* messages STARTed beside start_ahead, at most */
+    QUANTUM = 1024, /* of one partition in a row, over several calls: a START of 1,000 costs what one of 10 costs ... */
+    HAND_OUT = 64,  /* messages between two looks at the clock */
+    AHEAD_MAX = 65536, /* messages STARTed beside start_ahead, at most */
     AHEAD_FRESH_MS = 200,
-    RUN_MS =
-        8, /* so long it goes on over several calls: then the next one has its turn, however slow the callers are */
+    RUN_MS = 8,    /* ... for so long: beside a backlog that is worked off slowly the others have their turn */
     SLICE_US = 400 /* a normal scheduler is not held longer than about this */
 };
 
