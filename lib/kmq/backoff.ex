@@ -59,7 +59,7 @@ defmodule Kmq.Backoff do
     do:
       {:error, "expected a backoff list of at most #{@longest_list} waits, got: #{length(list)}"}
 
-  def parse([_ | _] = list) do
+  def parse([_ | _] = list) when length(list) > 0 do
     if Enum.all?(list, &(is_integer(&1) and &1 in 0..@longest)),
       do: {:ok, {:list, list, 0.0}},
       else:
@@ -97,8 +97,8 @@ defmodule Kmq.Backoff do
       not Keyword.keyword?(options) ->
         {:error, "expected the backoff's options to be a keyword list, got: #{inspect(options)}"}
 
-      bad = Enum.find(Keyword.keys(options), &(&1 not in names)) ->
-        {:error, "unknown option #{inspect(bad)} of the backoff"}
+      Keyword.keys(options) -- names != [] ->
+        {:error, "unknown option #{inspect(hd(Keyword.keys(options) -- names))} of the backoff"}
 
       true ->
         :ok

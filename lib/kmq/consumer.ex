@@ -47,9 +47,9 @@ defmodule Kmq.Consumer do
   @spec child_spec(keyword) :: Supervisor.child_spec()
   def child_spec(options) do
     %{
-      id: options[:name] || __MODULE__,
+      id: Options.peek(options, :name) || __MODULE__,
       start: {__MODULE__, :start_link, [Kmq.Security.hide(options)]},
-      shutdown: drain(options[:drain_timeout]) + 2_000
+      shutdown: drain(Options.peek(options, :drain_timeout)) + 2_000
     }
   end
 

@@ -582,6 +582,10 @@ defmodule Kmq.Options do
   @spec check(term, term) :: {:ok, term} | {:error, String.t()}
   def check(value, type), do: checked(value, type, [], nil)
 
+  @doc "An option of what may be no list of options at all: that is told when the process starts, not when it is specified."
+  @spec peek(term, atom) :: term
+  def peek(options, name), do: if(Keyword.keyword?(options), do: options[name])
+
   @doc "Names of the options given that have no meaning here (they are broadway_kafka's)."
   @spec idle(keyword) :: [String.t()]
   def idle(options) do
@@ -667,9 +671,9 @@ defmodule Kmq.Options do
   end
 
   defp known(options, schema, parent) do
-    case Enum.find(Keyword.keys(options), &(not Keyword.has_key?(schema, &1))) do
-      nil -> :ok
-      name -> {:error, unknown(name, Keyword.keys(schema), parent)}
+    case Enum.reject(Keyword.keys(options), &Keyword.has_key?(schema, &1)) do
+      [] -> :ok
+      [name | _] -> {:error, unknown(name, Keyword.keys(schema), parent)}
     end
   end
 

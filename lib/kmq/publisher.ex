@@ -118,7 +118,7 @@ defmodule Kmq.Publisher do
   @spec child_spec(keyword) :: Supervisor.child_spec()
   def child_spec(options) do
     %{
-      id: options[:name] || __MODULE__,
+      id: Options.peek(options, :name) || __MODULE__,
       start: {__MODULE__, :start_link, [Security.hide(options)]},
       shutdown: @shutdown_ms
     }

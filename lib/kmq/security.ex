@@ -265,7 +265,8 @@ defmodule Kmq.Security do
       else: groups
   end
 
-  defp hide_properties(list) when is_list(list) or is_map(list) do
+  defp hide_properties(list)
+       when (is_list(list) and length(list) >= 0) or (is_map(list) and not is_struct(list)) do
     Enum.map(list, fn
       {name, value} when is_atom(name) or is_binary(name) ->
         if secret_property?(to_string(name)), do: {name, hidden(value)}, else: {name, value}

@@ -138,10 +138,7 @@ defmodule Kmq.Testing do
 
   # A typo of its own options is none of a pipeline's.
   defp known_options(options) do
-    Keyword.keyword?(options) ||
-      raise ArgumentError,
-            "expected options of start_queue! to be a keyword list, got: #{inspect(options, limit: 5)}"
-
+    keyword!(options, "options of start_queue!")
     names = Keyword.keys(@own_options) ++ Keyword.keys(Options.schema(:producer))
 
     for name <- Keyword.keys(options),
@@ -163,6 +160,7 @@ defmodule Kmq.Testing do
   @spec options(Queue.t(), keyword) :: keyword
   def options(queue, extra \\ []) do
     queue!(queue)
+    keyword!(extra, "options")
 
     [
       hosts: queue.hosts,
@@ -231,14 +229,12 @@ defmodule Kmq.Testing do
     ref
   end
 
-  defp keyword!(options) do
-    if Keyword.keyword?(options),
-      do: options,
-      else:
-        raise(
-          ArgumentError,
-          "expected a message's options to be a keyword list, got: #{inspect(options, limit: 5)}"
-        )
+  defp keyword!(options, what \\ "a message's options") do
+    Keyword.keyword?(options) ||
+      raise ArgumentError,
+            "expected #{what} to be a keyword list, got: #{inspect(options, limit: 5)}"
+
+    options
   end
 
   @doc "Makes the sandbox of this queue misbehave: see the table of `Kmq.Sandbox`. Only where it is the queue's own."

@@ -174,7 +174,9 @@ defmodule Kmq.Token do
     end
   end
 
-  defp pairs(extensions) when is_map(extensions) or is_list(extensions) do
+  defp pairs(extensions)
+       when (is_map(extensions) and not is_struct(extensions)) or
+              (is_list(extensions) and length(extensions) >= 0) do
     Enum.reduce_while(extensions, [], fn
       {name, value}, acc when (is_atom(name) or is_binary(name)) and is_binary(value) ->
         name = to_string(name)

@@ -32,6 +32,7 @@ defmodule Kmq.Tracker do
     Error,
     Info,
     Noted,
+    Options,
     Security,
     Telemetry,
     Token,
@@ -120,7 +121,7 @@ defmodule Kmq.Tracker do
   @spec child_spec(keyword) :: Supervisor.child_spec()
   def child_spec(options) do
     %{
-      id: Keyword.get(options, :name) || __MODULE__,
+      id: Options.peek(options, :name) || __MODULE__,
       start: {__MODULE__, :start_link, [Security.hide(options)]},
       shutdown: 5_000
     }

@@ -227,6 +227,49 @@ defmodule Kmq.BadInputTest do
              "expected the topic's name, a string, got: nil"
   end
 
+  # nil and false are found, too; a struct is no map; who specifies a child is told when it starts.
+  test "what is easily overlooked" do
+    base = [hosts: "h:1", topics: ["t"], group_id: "g"]
+
+    for {options, text} <- [
+          {[topics: [nil]],
+           "invalid value for :topics option: expected a list of strings, got: nil in it"},
+          {[topics: ["a", false]],
+           "invalid value for :topics option: expected a list of strings, got: false in it"},
+          {[filter: [nil: 1]],
+           "invalid value for :filter option: unknown clause nil, expected :tags, :headers or :routing"},
+          {[marker_topic: ~D[2026-01-01]],
+           "invalid value for :marker_topic option: expected a string or a map from topic to topic, got: ~D[2026-01-01]"},
+          {[kafka_config: [common: ~D[2026-01-01]]],
+           "invalid value for :kafka_config option: expected a list of librdkafka's properties"},
+          {[topics: ["a" | "b"]], "invalid value for :topics option: " <> @proper},
+          {[hosts: [{"h", 1} | :x]], "invalid value for :hosts option: " <> @proper},
+          {[kafka_config: [common: ["a" | "b"]]],
+           "invalid value for :kafka_config option: " <> @proper},
+          {[client_config: [ssl: [:a | :b]]],
+           "invalid value for :client_config option: " <> @proper},
+          {[offset_reset_policy: {:timestamp, 2 ** 70}],
+           "invalid value for :offset_reset_policy option: expected :earliest, :latest or {:timestamp, ms}, got: {:timestamp, #{2 ** 70}}"},
+          {[backoff: [1 | 2]], "invalid value for :backoff option: " <> @proper}
+        ] do
+      options = Keyword.merge(base, options)
+      assert raised(fn -> Consumer.start_link(options) end) == text
+    end
+
+    assert raised(fn -> Kmq.ack(@message, nil: 1) end) ==
+             "unknown option nil, known options are: :sync"
+
+    assert {:error, "expected {:exponential, options}" <> _} = Kmq.Backoff.parse([1 | 2])
+    assert {:error, "unknown option nil" <> _} = Kmq.Backoff.parse({:linear, nil: 1})
+
+    for module <- [Consumer, Publisher, Kmq.Tracker],
+        options <- [nil, 5, [1 | 2], ~D[2026-01-01], [kafka_config: [common: ~D[2026-01-01]]]] do
+      assert %{id: ^module, start: {^module, :start_link, [_]}} = module.child_spec(options)
+    end
+
+    assert Consumer.child_spec(drain_timeout: "x").shutdown == 32_000
+  end
+
   test "integers that the native side cannot hold" do
     for name <- [:start_ahead, :max_in_flight, :redelivery_rate, :ttl, :ack_flush_interval] do
       options = [hosts: "h:1", topics: ["t"], group_id: "g"] ++ [{name, 2 ** 70}]

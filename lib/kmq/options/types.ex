@@ -6,6 +6,17 @@ defmodule Kmq.Options.Types do
 
   # ---- what all of them rest on
 
+  # A struct is a map that cannot be walked through.
+  defguardp is_plain_map(value) when is_map(value) and not is_struct(value)
+
+  # {:bad, the first that is not right}, which may be nil or false; or nil.
+  defp wrong(list, right?) do
+    case Enum.drop_while(list, right?) do
+      [] -> nil
+      [bad | _] -> {:bad, bad}
+    end
+  end
+
   @doc "Does every list in it end with `[]`?"
   @spec proper?(term) :: boolean
   def proper?(list) when is_list(list) and length(list) >= 0, do: Enum.all?(list, &proper?/1)
@@ -162,8 +173,8 @@ defmodule Kmq.Options.Types do
       not Keyword.keyword?(value) ->
         {:error, "expected a keyword list, got: #{inspect(value)}"}
 
-      bad = Enum.find(Keyword.keys(value), &(&1 not in [:tags, :headers, :routing])) ->
-        {:error, "unknown clause #{inspect(bad)}, expected :tags, :headers or :routing"}
+      bad = wrong(Keyword.keys(value), &(&1 in [:tags, :headers, :routing])) ->
+        {:error, "unknown clause #{inspect(elem(bad, 1))}, expected :tags, :headers or :routing"}
 
       true ->
         with {:ok, tags} <- tags(value[:tags] || []),
@@ -352,8 +363,8 @@ defmodule Kmq.Options.Types do
 
   def topics(value) when is_list(value) do
     cond do
-      bad = Enum.find(value, &(not is_binary(&1))) ->
-        {:error, "expected a list of strings, got: #{inspect(bad)} in it"}
+      bad = wrong(value, &is_binary/1) ->
+        {:error, "expected a list of strings, got: #{inspect(elem(bad, 1))} in it"}
 
       bad = Enum.find(value, &(topic_problem(&1) != nil)) ->
         {:error, "#{inspect(bad)} #{topic_problem(bad)}"}
@@ -380,7 +391,7 @@ defmodule Kmq.Options.Types do
 
   @doc "Of a sandbox, `[{name, partitions} | name]`: a map, keyword or list of names."
   @spec sandbox_topics(term) :: result
-  def sandbox_topics(value) when is_list(value) or is_map(value),
+  def sandbox_topics(value) when is_list(value) or is_plain_map(value),
     do: collect(value, &sandbox_topics_entry/1)
 
   def sandbox_topics(value) do
@@ -408,7 +419,7 @@ defmodule Kmq.Options.Types do
   @spec topic_or_map(term) :: result
   def topic_or_map(value) when is_binary(value), do: topic(value)
 
-  def topic_or_map(value) when is_map(value) do
+  def topic_or_map(value) when is_plain_map(value) do
     Enum.find_value(value, {:ok, value}, fn
       {topic, name} when is_binary(topic) and is_binary(name) ->
         if problem = topic_problem(name), do: {:error, "#{inspect(name)} #{problem}"}
@@ -423,7 +434,7 @@ defmodule Kmq.Options.Types do
 
   @doc "Settings of a topic, `[{name, value}]` or a map: normal form `[{binary, binary}]`."
   @spec topic_config(term) :: result
-  def topic_config(value) when is_list(value) or is_map(value) do
+  def topic_config(value) when is_list(value) or is_plain_map(value) do
     collect(value, fn
       {name, value} when (is_atom(name) and name != nil) or is_binary(name) ->
         if text?(name) and text?(value),
@@ -650,7 +661,7 @@ defmodule Kmq.Options.Types do
     end)
   end
 
-  defp property_list(properties) when is_list(properties) or is_map(properties),
+  defp property_list(properties) when is_list(properties) or is_plain_map(properties),
     do: collect(properties, &property/1)
 
   defp property_list(_other), do: {:error, "expected a list of librdkafka's properties"}
