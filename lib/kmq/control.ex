@@ -71,7 +71,7 @@ defmodule Kmq.Control do
   defp listed(partition), do: [partition]
 
   defp partition!({topic, partition} = place)
-       when is_binary(topic) and is_integer(partition) and partition >= 0,
+       when is_binary(topic) and is_integer(partition) and partition in 0..0x7FFF_FFFF,
        do: place
 
   defp partition!(other),

@@ -165,6 +165,28 @@ defmodule Kmq.Sandbox.AskTest do
     assert {:error, %Error{reason: :closed}} = Consumer.flush(consumer)
   end
 
+  # It may have something in work that the end waits for.
+  test "who waits for messages when it ends is told at once, and can still settle what it has", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ["a"])
+    consumer = consumer(options(cluster, topic, delivery: :offsets, drain_timeout: 20_000))
+
+    working =
+      Task.async(fn ->
+        [message] = pull(consumer, 1)
+        error = catch_error(Consumer.pull(consumer, wait: 60_000))
+        {error.reason, Kmq.ack(message)}
+      end)
+
+    # It has its message, and waits for another.
+    eventually(fn -> assert %{open: 1} = Kmq.info(consumer).total end, 20_000)
+    eventually(fn -> assert [_] = :sys.get_state(consumer).waiting end)
+    assert Consumer.stop(consumer) == :ok
+    assert Task.await(working) == {:closed, :ok}
+  end
+
   # What a process does not know, it says, or drops; also those that nobody is to know of.
   test "calls, casts and messages that nobody knows end no process", %{cluster: cluster} do
     ours = all(cluster)
