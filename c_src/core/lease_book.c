@@ -169,6 +169,21 @@ bool kmq_lease_book_still_due(const kmq_lease_book *book, int64_t offset, int64_
 
 int64_t kmq_lease_book_log_time(const kmq_lease_book *book) { return book->log_time_ms; }
 
+int64_t kmq_lease_book_count_due(const kmq_lease_book *book, int64_t now_ms, size_t most)
+{
+    kmq_lease_path path;
+    int64_t n = 0, from = 0;
+    if (now_ms == INT64_MAX) now_ms--; /* INT64_MAX is never due */
+    while (most > 0 && kmq_lease_tree_seek_due(&book->tree, from, now_ms, &path)) {
+        do {
+            const kmq_lease *lease = kmq_lease_tree_at(&book->tree, &path);
+            n += kmq_lease_open_count(book, lease);
+            from = kmq_lease_end(lease);
+        } while (--most > 0 && kmq_lease_tree_next_due(&book->tree, &path, now_ms));
+    }
+    return n;
+}
+
 int64_t kmq_lease_book_next_due(const kmq_lease_book *book) { return kmq_lease_tree_min_due(&book->tree); }
 
 int64_t kmq_lease_book_floor(const kmq_lease_book *book)

@@ -85,7 +85,9 @@ bool kmq_lease_book_still_due(const kmq_lease_book *book, int64_t offset, int64_
 void kmq_lease_book_coming(const kmq_lease_book *book, int64_t after_ms, int64_t until_ms,
                            bool (*each)(void *ctx, int64_t offset), void *ctx);
 int64_t kmq_lease_book_next_due(const kmq_lease_book *book); /* of what is not in flight; INT64_MAX = none */
-int64_t kmq_lease_book_floor(const kmq_lease_book *book);    /* smallest marker offset to replay; -1 = nothing open */
+/* What is due and not in flight, of the first `most` leases that are. O(these + log leases). */
+int64_t kmq_lease_book_count_due(const kmq_lease_book *book, int64_t now_ms, size_t most);
+int64_t kmq_lease_book_floor(const kmq_lease_book *book); /* smallest marker offset to replay; -1 = nothing open */
 int64_t kmq_lease_book_open(const kmq_lease_book *book);
 int64_t kmq_lease_book_in_flight(const kmq_lease_book *book);
 bool kmq_lease_book_has(const kmq_lease_book *book, int64_t offset, kmq_due *out); /* out may be NULL */

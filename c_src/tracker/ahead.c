@@ -1,9 +1,5 @@
 /* ahead - what will soon be due is read back from Q before its time, so that only the decision and the copy are left for it.
  *
- *      now       + period     + span
- *       |-----------|------------|------------------> due
- *       '- the next pass here    '- as far as a pass reads ahead: span = 2 periods
- *
  *   book --coming--> one pass over the partition, in a thread of its own --> kept by offset --due, take--> planned (redeliver.c)
  *                                                                                 '--not asked for in time--> dropped
  *
@@ -14,20 +10,21 @@
  * Nothing is decided here. A record at an offset stays what it is; whether the message is still open, due, and below the group's commit is
  * asked when it is due, as ever, and what was not read by then is read as ever.
  *
- * A period is four times as long as a pass takes, the wait for those of other partitions included: so there is always time for
- * other work, and a large partition is read less often, and further ahead.
+ * How far ahead, and how often, is tracker_lead's (pace.h), which takes the wait for the passes of other partitions as part of each.
  *
- * Bounds: one pass at a time; AHEAD_MOST offsets a pass, TRACKER_AHEAD_BYTES of payloads in all; PERIOD_MAX_MS. */
+ * Bounds: one pass at a time; AHEAD_MOST offsets a pass, TRACKER_AHEAD_BYTES of payloads in all. */
 #include "tracker.h"
 
 #include <stdlib.h>
 
+#include "failpoint.h"
+
+_Static_assert((int)TRACKER_LEAD_COLD_MS == TRACKER_REST_S * 1000, "a client that was closed has to connect again");
+
 enum {
     AHEAD_MOST = 20000,
-    PERIOD_MAX_MS = 5000,
-    PASSES = 4,       /* of a pass's time a period */
     BEHIND_MS = 1000, /* what has been due for so long goes first */
-    KEPT_MS = 5000    /* beyond its time: the rate, or a topic that is missing, holds it up */
+    KEPT_MS = 5000    /* beyond its time */
 };
 
 struct tracker_pass {
@@ -37,12 +34,13 @@ struct tracker_pass {
     const char *topic;
     int32_t partition;
     int timeout_ms;
-    int64_t until_ms; /* the broker's time by which all of it is due */
+    int64_t wanted_ms; /* since when */
+    int64_t until_ms;  /* the broker's time by which all of it is due */
     int rc;
     kafka_error error;
-    size_t n, at, bytes, most_bytes;
-    int64_t *offsets;           /* AHEAD_MOST, while they are being collected */
-    tracker_payload **payloads; /* NULL: not found, or taken */
+    size_t n, at, bytes, most_bytes; /* at: those before it are known */
+    int64_t *offsets;                /* AHEAD_MOST, while they are being collected */
+    tracker_payload **payloads;      /* NULL: not found, or taken */
 };
 
 static void pass_free(tracker_pass *pass)
@@ -102,17 +100,17 @@ static void each(void *ctx, int64_t offset, const kafka_record *record)
 {
     tracker_pass *pass = ctx;
     while (pass->at < pass->n && pass->offsets[pass->at] < offset) pass->at++;
-    if (!record || pass->at == pass->n || pass->offsets[pass->at] != offset || pass->bytes >= pass->most_bytes) return;
-    tracker_payload *payload = tracker_payload_new(record);
-    if (!payload) return;
-    pass->payloads[pass->at] = payload;
-    pass->bytes += payload->bytes;
+    if (pass->at == pass->n || pass->offsets[pass->at] != offset) return;
+    size_t i = pass->at++;
+    if (!record || pass->bytes >= pass->most_bytes) return;
+    pass->payloads[i] = tracker_payload_new(record);
+    if (pass->payloads[i]) pass->bytes += pass->payloads[i]->bytes;
 }
 
 static void run(helper_job *job, void *thread)
 {
     tracker_pass *pass = (tracker_pass *)(void *)job;
-    kafka_reader *reader = tracker_reader(thread, &pass->error);
+    kafka_reader *reader = KMQ_FAILPOINT("ahead") ? NULL : tracker_reader(thread, &pass->error);
     pass->rc = reader ? kafka_reader_read(reader, pass->topic, pass->partition, pass->offsets, pass->n,
                                           pass->timeout_ms, each, pass, &pass->error)
                       : KAFKA_EKAFKA;
@@ -123,14 +121,13 @@ static void done(helper_job *job, void *owner)
     tracker_pass *pass = (tracker_pass *)(void *)job;
     tracker *t = owner;
     tracker_part *part = pass->part;
-    int64_t took_ms = t->now_ms - part->ahead.wanted_ms;
-    t->reading_ahead = false;
-    part->ahead.period_ms = took_ms * PASSES;
-    if (part->ahead.period_ms < TRACKER_AHEAD_MS) part->ahead.period_ms = TRACKER_AHEAD_MS;
-    /* what was found counts; why no more was is said when the rest is read */
-    if (pass->rc != KAFKA_OK || part->ahead.period_ms > PERIOD_MAX_MS) part->ahead.period_ms = PERIOD_MAX_MS;
-    part->ahead.at_ms = t->now_ms + part->ahead.period_ms;
+    int64_t ahead_ms = pass->until_ms - tracker_clock_estimate(&part->clock, t->now_ms);
+    if (pass->n == AHEAD_MOST) ahead_ms = 0; /* there was more, who knows how soon it is due */
+    tracker_lead_done(&part->ahead.lead, t->now_ms, t->now_ms - pass->wanted_ms, ahead_ms, pass->rc != KAFKA_OK);
     part->ahead.wanted_ms = 0;
+    t->reading_ahead = false;
+    /* What was found counts, the rest is the next one's. Why it failed is said when what is due is read. */
+    if (pass->rc != KAFKA_OK) pass->n = pass->at;
     if (part->gone) {
         pass_free(pass);
     } else {
@@ -158,29 +155,38 @@ static bool collect(void *ctx, int64_t offset)
     return c->pass->n < AHEAD_MOST;
 }
 
-static int64_t span_ms(const tracker_part *part) { return 2 * part->ahead.period_ms; }
-
 /* Something comes soon, and nothing waits that is long due. */
-static bool comes(const tracker_part *part, int64_t log_ms)
+static bool comes(const tracker *t, const tracker_part *part, int64_t log_ms)
 {
     int64_t due_ms = kmq_lease_book_next_due(&part->book);
-    return due_ms > log_ms - BEHIND_MS && due_ms <= log_ms + span_ms(part);
+    return due_ms > log_ms - BEHIND_MS && due_ms <= log_ms + tracker_lead_span(&part->ahead.lead, t->now_ms);
+}
+
+/* What was in it is copied, or has been due for so long that it is held up: by the rate, or by a topic that is missing. */
+static bool over(const tracker_pass *pass, int64_t log_ms)
+{
+    return pass->until_ms + (pass->bytes ? KEPT_MS : 0) < log_ms;
 }
 
 void tracker_ahead_step(tracker *t, tracker_part *part)
 {
     if (part->gone || part->state != PART_READY || t->mode != MODE_RUNNING) return;
     int64_t log_ms = tracker_clock_estimate(&part->clock, t->now_ms);
-    while (part->ahead.first && part->ahead.first->until_ms + KEPT_MS < log_ms) drop_first(t, part);
-    if (t->now_ms < part->ahead.at_ms || t->ahead_bytes >= TRACKER_AHEAD_BYTES || !comes(part, log_ms)) return;
+    while (part->ahead.first && over(part->ahead.first, log_ms)) drop_first(t, part);
+    if (t->now_ms < part->ahead.lead.at_ms || t->ahead_bytes >= TRACKER_AHEAD_BYTES || !comes(t, part, log_ms)) {
+        part->ahead.wanted_ms = 0;
+        return;
+    }
     if (part->ahead.wanted_ms == 0) part->ahead.wanted_ms = t->now_ms;
     if (t->reading_ahead) return;
+    int64_t ahead_ms = tracker_lead_span(&part->ahead.lead, t->now_ms);
     tracker_pass *pass = tracker_alloc(sizeof *pass);
     pass->offsets = tracker_alloc(AHEAD_MOST * sizeof *pass->offsets);
-    pass->until_ms = log_ms + span_ms(part);
+    pass->wanted_ms = part->ahead.wanted_ms;
+    pass->until_ms = log_ms + ahead_ms;
     kmq_lease_book_coming(&part->book, log_ms, pass->until_ms, collect, &(collecting){part, pass});
     if (pass->n == 0) {
-        part->ahead.at_ms = t->now_ms + part->ahead.period_ms;
+        tracker_lead_none(&part->ahead.lead, t->now_ms);
         part->ahead.wanted_ms = 0;
         pass_free(pass);
         return;
@@ -189,7 +195,7 @@ void tracker_ahead_step(tracker *t, tracker_part *part)
     pass->part = part;
     pass->topic = part->queue->topic;
     pass->partition = part->partition;
-    pass->timeout_ms = (int)span_ms(part); /* later it is of no use */
+    pass->timeout_ms = (int)ahead_ms; /* later it is of no use */
     pass->most_bytes = TRACKER_AHEAD_BYTES - t->ahead_bytes;
     pass->job.run = run;
     pass->job.done = done;
@@ -206,7 +212,8 @@ int64_t tracker_ahead_wait(const tracker *t, const tracker_part *part)
     if (due_ms == INT64_MAX || due_ms <= log_ms - BEHIND_MS || t->reading_ahead ||
         t->ahead_bytes >= TRACKER_AHEAD_BYTES)
         return INT64_MAX;
-    int64_t wait_ms = due_ms - span_ms(part) - log_ms, pause_ms = part->ahead.at_ms - t->now_ms;
+    int64_t wait_ms = due_ms - tracker_lead_span(&part->ahead.lead, t->now_ms) - log_ms,
+            pause_ms = part->ahead.lead.at_ms - t->now_ms;
     if (pause_ms > wait_ms) wait_ms = pause_ms;
     return wait_ms > 0 ? wait_ms : 0;
 }

@@ -104,3 +104,36 @@ int64_t tracker_rate_wait(const tracker_rate *rate, int64_t now_ms)
     int64_t level = level_at(rate, now_ms);
     return level >= 1000 ? 0 : (1000 - level + rate->per_second - 1) / rate->per_second;
 }
+
+/* ------------------------------------------------------------------ reading ahead */
+
+enum { PASSES = 4 /* of a pass's time a period */ };
+
+static int64_t within(int64_t ms, int64_t lo, int64_t hi) { return ms < lo ? lo : ms > hi ? hi : ms; }
+
+void tracker_lead_init(tracker_lead *lead)
+{
+    *lead = (tracker_lead){.period_ms = TRACKER_LEAD_MS, .done_ms = INT64_MIN / 2};
+}
+
+int64_t tracker_lead_span(const tracker_lead *lead, int64_t now_ms)
+{
+    return now_ms - lead->done_ms > TRACKER_LEAD_COLD_MS ? TRACKER_LEAD_FIRST_MS : 2 * lead->period_ms;
+}
+
+void tracker_lead_none(tracker_lead *lead, int64_t now_ms) { lead->at_ms = now_ms + lead->period_ms; }
+
+void tracker_lead_done(tracker_lead *lead, int64_t now_ms, int64_t took_ms, int64_t ahead_ms, bool failed)
+{
+    int64_t pause_ms;
+    if (failed) { /* the next one has more time; after a second failure not now */
+        pause_ms = lead->failed ? TRACKER_LEAD_MAX_MS : TRACKER_LEAD_MS;
+        lead->period_ms = TRACKER_LEAD_MAX_MS;
+    } else {
+        lead->period_ms = within(took_ms * PASSES, TRACKER_LEAD_MS, TRACKER_LEAD_MAX_MS);
+        pause_ms = within(ahead_ms - 2 * took_ms, took_ms, lead->period_ms);
+    }
+    lead->failed = failed;
+    lead->done_ms = now_ms;
+    lead->at_ms = now_ms + pause_ms;
+}

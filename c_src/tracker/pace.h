@@ -1,4 +1,5 @@
-/* pace - the two clocks of the tracker that need no I/O: the log time of a marker partition, and the rate of redelivery.
+/* pace - the clocks of the tracker that need no I/O: the log time of a marker partition, the rate of redelivery, and how far ahead of its
+ * time what is due is read.
  *
  *      timestamp of a marker ---(- shift)---> log time (running maximum; what the lease book is fed with and decisions are made by)
  *                                   |
@@ -58,5 +59,36 @@ void tracker_rate_init(tracker_rate *rate, int64_t per_second, int64_t now_ms);
 size_t tracker_rate_take(tracker_rate *rate, size_t want, int64_t now_ms);
 void tracker_rate_back(tracker_rate *rate, size_t tokens);
 int64_t tracker_rate_wait(const tracker_rate *rate, int64_t now_ms); /* until there is one token */
+
+/* When a partition is gone over for what is soon due, and how far ahead (ahead.c).
+ *
+ *      now        + period     + span
+ *       |------------|------------|------------------> due
+ *       '- the next pass here     '- as far as a pass reads ahead: span = 2 periods
+ *
+ * A period is four times as long as a pass takes: so there is always time for other work, and a large partition is read less often, and
+ * further ahead. How long a pass takes changes with what else the machine has to do. One that took longer than the one before asks for
+ * a longer period, but has itself only read as far ahead as the shorter one had it. The next one then begins early enough to be over
+ * before that is used up, even if it takes twice as long again; with a pass's time between two, at least. The first one, whose
+ * client has yet to connect, begins TRACKER_LEAD_FIRST_MS before its time. */
+enum {
+    TRACKER_LEAD_MS = 500, /* a period, at least */
+    TRACKER_LEAD_MAX_MS = 5000,
+    TRACKER_LEAD_FIRST_MS = 4000,
+    TRACKER_LEAD_COLD_MS = 30000 /* without a pass: the client is gone */
+};
+
+typedef struct tracker_lead {
+    int64_t period_ms;
+    int64_t at_ms;   /* no pass before */
+    int64_t done_ms; /* the last one */
+    bool failed;     /* it did */
+} tracker_lead;
+
+void tracker_lead_init(tracker_lead *lead);
+int64_t tracker_lead_span(const tracker_lead *lead, int64_t now_ms);
+void tracker_lead_none(tracker_lead *lead, int64_t now_ms); /* there is nothing to read yet */
+/* A pass is over. ahead_ms: until all that it has read is due. failed: it did not come to its end, most often because its time was over. */
+void tracker_lead_done(tracker_lead *lead, int64_t now_ms, int64_t took_ms, int64_t ahead_ms, bool failed);
 
 #endif

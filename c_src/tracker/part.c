@@ -25,7 +25,7 @@ enum {
     ASK_PAUSE_MIN_MS = 50,
     ASK_PAUSE_MAX_MS = 1000,
     CLOCK_RETRY_MS = 200,
-    COUNT_RUNS = 100000,
+    COUNT_LEASES = 100000,
     HEADERS = 16,
     WARM_MS = (TRACKER_REST_S - 5) * 1000
 };
@@ -46,7 +46,7 @@ tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partiti
     part->assigned_ms = t->now_ms;
     part->ask_pause_ms = ASK_PAUSE_MIN_MS;
     part->mark_every_ms = TRACKER_TICK_MS;
-    part->ahead.period_ms = TRACKER_AHEAD_MS;
+    tracker_lead_init(&part->ahead.lead);
     if (kmq_lease_book_init(&part->book, &libc) != KMQ_OK) tracker_no_memory();
     tracker_clock_init(&part->clock, t->now_ms);
     return part;
@@ -252,6 +252,8 @@ void tracker_part_step(tracker *t, tracker_part *part)
         part->asking = true; /* tracker_commits_ask; the barrier goes on with the answer */
         return;
     }
+    part->renewing =
+        t->now_ms - part->asked_ms > ASK_FRESH_MS / 2; /* where much is due, no barrier has to wait for it */
     if (part->state == PART_READY && t->config.transactional && !tracker_txn_ready(t, part)) return;
     part->barrier_below = part->state == PART_READY ? part->asked_below : -1;
     part->barrier_retry_ms = t->now_ms + CLOCK_RETRY_MS;
@@ -304,7 +306,7 @@ static void ask_run(helper_job *job, void *thread)
 
 static void answered(tracker *t, tracker_part *part, const kafka_partition *answer)
 {
-    part->asking = false;
+    part->asking = part->renewing = false;
     part->asked_ms =
         t->now_ms; /* a failed question too: what is known goes on, the rest is asked again after the pause */
     bool news = false;
@@ -349,7 +351,7 @@ static void ask_done(helper_job *job, void *owner)
 static bool wants_answer(const tracker *t, const tracker_part *part)
 {
     if (part->gone || part->state != PART_READY) return false;
-    return part->asking || ((part->n_held || !part->warm) && t->now_ms >= part->ask_ms);
+    return part->asking || part->renewing || ((part->n_held || !part->warm) && t->now_ms >= part->ask_ms);
 }
 
 void tracker_commits_ask(tracker *t)
@@ -413,26 +415,21 @@ int64_t tracker_part_age_ms(const tracker_part *part, int64_t now_ms)
     return now_ms - since_ms;
 }
 
-/* The walk is bounded: what is due beyond it is not counted. */
+/* What is in flight was due when it was taken. The walk is bounded: what is due beyond it is not counted. */
 static int64_t count_due(const tracker_part *part, int64_t log_ms)
 {
-    int64_t n = 0, cursor = INT64_MIN, due_ms;
-    kmq_range run;
-    for (int runs = 0; runs < COUNT_RUNS && kmq_lease_book_next(&part->book, &cursor, &run, &due_ms, NULL, NULL);
-         runs++)
-        if (due_ms <= log_ms) n += run.hi - run.lo;
-    return n > (int64_t)part->n_held ? n - (int64_t)part->n_held : 0;
+    int64_t n = kmq_lease_book_in_flight(&part->book) - (int64_t)part->n_held;
+    return (n > 0 ? n : 0) + kmq_lease_book_count_due(&part->book, log_ms, COUNT_LEASES);
 }
 
 void tracker_part_measure(const tracker *t, const tracker_part *part, tracker_part_gauges *out)
 {
     int64_t next_ms = kmq_lease_book_next_due(&part->book), log_ms = tracker_clock_estimate(&part->clock, t->now_ms);
     int64_t wait_ms = tracker_clock_wait(&part->clock, next_ms, t->now_ms);
-    bool due = next_ms <= log_ms || kmq_lease_book_in_flight(&part->book) > (int64_t)part->n_held;
     *out = (tracker_part_gauges){
         .oldest_age_ms = tracker_part_age_ms(part, t->now_ms),
         .next_due_ms = wait_ms == INT64_MAX ? -1 : wait_ms,
-        .due = due ? count_due(part, log_ms) : 0,
+        .due = count_due(part, log_ms),
         .checkpoint_age_ms = tracker_part_commit_value(part).reference ? t->now_ms - part->reference_ms : -1,
     };
 }

@@ -54,7 +54,6 @@ enum {
     TRACKER_ACTIVE_BYTES = 96 << 20, /* of payloads read and not yet given to the producer */
     TRACKER_READS = 8,               /* reads of Q given to the helper threads */
     TRACKER_AHEAD_BYTES = 32 << 20,  /* of payloads that are not due yet */
-    TRACKER_AHEAD_MS = 500,          /* between two passes that read ahead, at least */
     TRACKER_FRESH_MS = 500,          /* how long a barrier's proof holds */
     TRACKER_PAUSE_MS = 2000,         /* a copy that failed is tried again after */
     TRACKER_END_PAUSE_MS = 250,      /* an END that failed */
@@ -199,7 +198,7 @@ struct tracker_part {
     int64_t decide_ms, decide_until_ms;
     int64_t below;                                       /* the group's committed offset, proven by a barrier */
     int64_t asked_below, asked_ms, ask_ms, ask_pause_ms; /* last answer, when, not again before, pause that grows */
-    bool asking, warm;
+    bool asking, renewing, warm;
     int64_t warm_ms; /* since when */
     int64_t *held;   /* due, but at or above `below`: the group will fetch them itself; in flight in the book */
     size_t n_held, cap_held;
@@ -210,7 +209,8 @@ struct tracker_part {
     int64_t read_pause_ms;
     struct tracker_ahead { /* ahead.c's */
         tracker_pass *first, *last;
-        int64_t at_ms, wanted_ms, period_ms; /* no pass before; one has been wanted since, 0 = no; between two */
+        tracker_lead lead;
+        int64_t wanted_ms; /* a pass has been, since; 0 = is not */
     } ahead;
 
     tracker_end *ends; /* of this turn of the loop */

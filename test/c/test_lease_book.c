@@ -334,18 +334,24 @@ static void compare_cell(const struct naive *naive, const kmq_lease_book *book, 
 
 static void compare_sums(const struct naive *naive, const kmq_lease_book *book)
 {
-    int64_t open = 0, flying = 0, next_due = INT64_MAX, floor = INT64_MAX;
+    int64_t open = 0, flying = 0, next_due = INT64_MAX, floor = INT64_MAX, now_ms = naive->log_time_ms, due = 0,
+            ever = 0;
     for (int i = 0; i < CELLS; i++) {
         const struct cell *cell = &naive->cells[i];
         if (!cell->open) continue;
         open++;
         flying += cell->flight;
         if (!cell->flight && cell->due_ms < next_due) next_due = cell->due_ms;
+        due += naive_due(cell, now_ms);
+        ever += naive_due(cell, INT64_MAX);
         if (cell->marker < floor) floor = cell->marker;
     }
     assert_int_equal(kmq_lease_book_open(book), open);
     assert_int_equal(kmq_lease_book_in_flight(book), flying);
     assert_int_equal(kmq_lease_book_next_due(book), next_due);
+    assert_int_equal(kmq_lease_book_count_due(book, now_ms, SIZE_MAX), due);
+    assert_int_equal(kmq_lease_book_count_due(book, INT64_MAX, SIZE_MAX), ever);
+    assert_int_equal(kmq_lease_book_count_due(book, INT64_MAX, 0), 0);
     assert_int_equal(kmq_lease_book_floor(book), open > 0 ? floor : -1);
 }
 

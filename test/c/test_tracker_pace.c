@@ -131,6 +131,84 @@ static void the_rate_is_kept(void **state)
     assert_int_equal(tracker_rate_take(&rate, 10000, 60000), 10);
 }
 
+/* Passes one after the other: when each begins, and up to where all that is due has been read. */
+typedef struct passes {
+    tracker_lead lead;
+    int64_t now, covered;
+} passes;
+
+static void pass(passes *p, int64_t took)
+{
+    int64_t begin = p->now > p->lead.at_ms ? p->now : p->lead.at_ms, span = tracker_lead_span(&p->lead, begin);
+    bool failed = took > span; /* its time is over */
+    p->now = begin + (failed ? span : took);
+    if (!failed && begin + span > p->covered) p->covered = begin + span;
+    tracker_lead_done(&p->lead, p->now, p->now - begin, begin + span - p->now, failed);
+}
+
+static void what_is_due_is_read_ahead_without_a_gap(void **state)
+{
+    (void)state;
+    passes p = {.now = 1000000};
+    uint32_t seed = 11;
+    int64_t took = 900; /* with a client that has yet to connect */
+    tracker_lead_init(&p.lead);
+    pass(&p, took);
+    for (int i = 0; i < 100000; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        took = 1 + (int64_t)(seed >> 8) % (2 * took); /* up to twice as long as the one before */
+        if (took > 2500) took = 2500;
+        int64_t covered = p.covered, before = p.now;
+        pass(&p, took);
+        if (p.now > covered) fail_msg("pass %d, of %d ms: a gap of %d ms", i, (int)took, (int)(p.now - covered));
+        assert_false(p.lead.failed);
+        assert_true(p.now - before <= TRACKER_LEAD_MAX_MS + 2500);
+    }
+}
+
+static void a_partition_is_not_read_all_the_time(void **state)
+{
+    (void)state;
+    static const int64_t took[] = {1, 100, 125, 400, 1000, 3000};
+    for (size_t i = 0; i < 6; i++) {
+        passes p = {.now = 1000000};
+        tracker_lead_init(&p.lead);
+        for (int n = 0; n < 10; n++) pass(&p, took[i]);
+        int64_t since = p.now, reading = 0;
+        for (int n = 0; n < 100; n++, reading += took[i]) pass(&p, took[i]);
+        /* a fifth of the time, more only where one takes longer than a quarter of the longest period */
+        int64_t most = took[i] > TRACKER_LEAD_MAX_MS / 4 ? 2 : 5;
+        assert_true(reading * most <= (p.now - since) + took[i]);
+        assert_true(p.covered > p.now);
+    }
+}
+
+static void one_that_failed_is_made_again_with_more_time(void **state)
+{
+    (void)state;
+    passes p = {.now = 1000000};
+    tracker_lead_init(&p.lead);
+    assert_int_equal(tracker_lead_span(&p.lead, p.now), TRACKER_LEAD_FIRST_MS);
+    pass(&p, 10);
+    assert_int_equal(p.lead.at_ms, p.now + TRACKER_LEAD_MS);
+    assert_int_equal(tracker_lead_span(&p.lead, p.now), 2 * TRACKER_LEAD_MS);
+    pass(&p, 5000);
+    assert_true(p.lead.failed);
+    assert_int_equal(p.lead.at_ms, p.now + TRACKER_LEAD_MS);
+    assert_int_equal(tracker_lead_span(&p.lead, p.now), 2 * TRACKER_LEAD_MAX_MS);
+    /* what fails again and again is left in peace for a while */
+    pass(&p, 50000);
+    assert_int_equal(p.lead.at_ms, p.now + TRACKER_LEAD_MAX_MS);
+    pass(&p, 100);
+    assert_false(p.lead.failed);
+    assert_int_equal(p.lead.at_ms, p.now + TRACKER_LEAD_MS);
+    /* nothing there: not asked for with each turn of the loop */
+    tracker_lead_none(&p.lead, p.now + 5000);
+    assert_int_equal(p.lead.at_ms, p.now + 5000 + TRACKER_LEAD_MS);
+    /* a client that has been closed */
+    assert_int_equal(tracker_lead_span(&p.lead, p.now + TRACKER_LEAD_COLD_MS + 1), TRACKER_LEAD_FIRST_MS);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -141,6 +219,9 @@ int main(void)
         cmocka_unit_test(a_slow_clock_record_is_no_fall_back),
         cmocka_unit_test(wild_times_do_not_overflow),
         cmocka_unit_test(the_rate_is_kept),
+        cmocka_unit_test(what_is_due_is_read_ahead_without_a_gap),
+        cmocka_unit_test(a_partition_is_not_read_all_the_time),
+        cmocka_unit_test(one_that_failed_is_made_again_with_more_time),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

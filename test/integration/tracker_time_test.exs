@@ -193,6 +193,16 @@ defmodule Kmq.Integration.TrackerTimeTest do
       assert {:ok, %{partitions: [%{open: 0}]}} = Tracker.info(tracker)
     end
 
+    test "also when a pass fails: the next one does not wait until it is too late", %{
+      cluster: cluster
+    } do
+      scene = scene(cluster, 60)
+      tracker = start_tracker(scene, [{"KMQ_FAILPOINTS", "ahead=fail@1*1"}])
+      park(scene, 0..59, System.os_time(:millisecond) + scaled(3_000))
+      eventually(fn -> assert length(copies(scene)) == 60 end, 15_000)
+      assert {60, _} = ahead(tracker)
+    end
+
     test "as far as there is memory for it; what does not fit is read when it is due", %{
       cluster: cluster
     } do
