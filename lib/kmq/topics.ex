@@ -18,13 +18,13 @@ defmodule Kmq.Topics do
 
   Checked are: that all exist; partitions (at least as many as the queue topic's); that the marker topic stamps its records on
   arrival; that neither it nor (without `:redeliver_to`) the queue topic is compacted. Retention and replication of an existing
-  marker topic are warned about. What the cluster's access control hides is skipped, with a line in the log. No topic is ever
+  marker topic are warned about, and a queue topic that may delete a message before its next attempt. What the cluster's access control hides is skipped, with a line in the log. No topic is ever
   made by asking for it.
   """
 
   require Logger
 
-  alias Kmq.{Config, Error, Options, Reach, Sandbox, Security}
+  alias Kmq.{Backoff, Config, Error, Options, Reach, Sandbox, Security}
   alias Kmq.Options.Types
 
   @where [:hosts, :client_config, :kafka_config]
@@ -286,7 +286,7 @@ defmodule Kmq.Topics do
     with {:ok, settings} <- settings(run, topic) do
       cond do
         not compacted?(settings) ->
-          :ok
+          warn_of_retention(run.config, topic, integer(settings["retention.ms"]))
 
         target == topic ->
           {:error,
@@ -300,6 +300,30 @@ defmodule Kmq.Topics do
           :ok
       end
     end
+  end
+
+  # The next attempt is a copy of the record, which must still be there.
+  defp warn_of_retention(config, topic, kept) do
+    wait = longest_wait(config.backoff, config.max_redeliveries)
+    in_work = config.max_processing_time
+
+    if kept != nil and kept in 0..(in_work + wait) do
+      Logger.warning(
+        "kmq: topic #{inspect(topic)} keeps its records for #{kept} ms only (retention.ms). A message that is in work for up to #{in_work} ms " <>
+          "(:max_processing_time) and then waits up to #{wait} ms for its next attempt (:backoff) may be gone by then, and is lost"
+      )
+    end
+
+    :ok
+  end
+
+  # It grows with the attempts, but for a list: that has 64 entries at most.
+  defp longest_wait(_backoff, 0), do: 0
+
+  defp longest_wait(backoff, attempts) do
+    Enum.max(
+      for n <- [attempts | Enum.to_list(1..min(attempts, 64))], do: Backoff.delay(backoff, n, 1.0)
+    )
   end
 
   # A copy goes to the same partition number.

@@ -3,6 +3,7 @@ defmodule Kmq.Integration.TopicsTest do
   # nothing is made by asking, on a broker that makes topics by itself (auto.create.topics.enable is Kafka's default).
   use Kmq.Test.ClusterCase, on: :kafka
 
+  import ExUnit.CaptureLog, only: [capture_log: 1]
   alias Kmq.{Consumer, Error, Publisher, StageHost, Topics, Tracker}
   alias Kmq.Test.{Kafka, TopicLife}
 
@@ -184,6 +185,25 @@ defmodule Kmq.Integration.TopicsTest do
     {:ok, list} = :kmq_nif.admin_topic_config(admin, topic, 5_000)
     :kmq_nif.admin_close(admin)
     Map.new(list)
+  end
+
+  test "a queue topic that may delete a message before its next attempt is warned of, with the numbers",
+       %{cluster: cluster} do
+    topic = queue(cluster, 1, "q", config: [{"retention.ms", 3_600_000}])
+
+    warned = fn extra ->
+      options = options(cluster, topic, [group_id: "g", max_processing_time: 600_000] ++ extra)
+      capture_log(fn -> assert Topics.create(options) == {:ok, %{topic => 1}} end)
+    end
+
+    log = warned.(backoff: [10, 3_000_000, 10], max_redeliveries: 2)
+    assert log =~ "topic #{inspect(topic)} keeps its records for 3600000 ms only"
+    assert log =~ "600000 ms (:max_processing_time)" and log =~ "3000000 ms for its next attempt"
+    # what is never waited, or not so long
+    refute warned.(backoff: [10, 3_000_000], max_redeliveries: 1) =~ "keeps its records"
+    refute warned.(backoff: [2_900_000]) =~ "keeps its records"
+    refute warned.(backoff: {:exponential, max: 86_400_000}) =~ "keeps its records"
+    assert warned.(backoff: {:linear, min: 2_500_000, jitter: 0.5}) =~ "up to 3750000 ms for its"
   end
 
   test "a marker topic with too few partitions is refused with both numbers, or grown", %{
