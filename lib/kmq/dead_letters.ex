@@ -134,7 +134,8 @@ defmodule Kmq.DeadLetters do
   Sends dead letters back to where they came from, in the order they stand there, and returns when it has come to the end as it
   was at the start.
 
-  A message that goes back is new: its counts begin again, its time to live is over with. It keeps its key, value and other
+  A message that goes back is new: its counts begin again, a time to live of its own is over with, that of a pipeline (`:ttl`)
+  begins again. It keeps its key, value and other
   headers and its `id` (`kmq-origin`), and says by `kmq-redriven` which dead letter it was. Only the group it failed in
   gets it. The dead letters stay where they are: Kafka deletes them when their retention is over.
 
@@ -160,6 +161,13 @@ defmodule Kmq.DeadLetters do
 
     if run.to == run.dead_letter_topic,
       do: raise(ArgumentError, "invalid value for :to option: it is the dead letter topic itself")
+
+    if run.to == nil and run.dead_letter_topic == topic,
+      do:
+        raise(
+          ArgumentError,
+          "invalid value for :dead_letter_topic option: #{inspect(topic)} is the topic that they would go back to"
+        )
 
     with_admin(run, group(run), fn admin ->
       with {:ok, spans} <- spans(admin, run, true) do
@@ -488,12 +496,16 @@ defmodule Kmq.DeadLetters do
     stays? = target == run.topic or target == home
     dropped = [run.count_header | if(stays?, do: @dropped, else: ["kmq-group" | @dropped])]
     mine = {@redriven, "#{letter.topic}/#{letter.partition}/#{letter.offset} #{letter.cause}"}
-    headers = Enum.reject(letter.headers, fn {name, _} -> name in dropped end) ++ [mine]
-    options = [key: letter.key, headers: headers]
+    kept = Enum.reject(letter.headers, fn {name, _} -> name in dropped end)
+    options = [key: letter.key, headers: kept ++ born_again(letter) ++ [mine]]
 
     {target, letter.value,
      if(run.to, do: options, else: [{:partition, letter.partition} | options])}
   end
+
+  # The time to live of a pipeline would begin with its first publication: it begins now.
+  defp born_again(%{origin: nil}), do: []
+  defp born_again(_letter), do: [{"kmq-due", to_string(System.os_time(:millisecond))}]
 
   defp commit(_admin, %{dry_run: true}, _partition, _offset), do: :ok
 

@@ -146,6 +146,8 @@ defmodule Kmq.BadInputTest do
            "invalid value for :to option: expected a topic's name, a string, got: :other"},
           {[to: "q__undelivered"],
            "invalid value for :to option: it is the dead letter topic itself"},
+          {[dead_letter_topic: "q"],
+           "invalid value for :dead_letter_topic option: \"q\" is the topic that they would go back to"},
           {[group: :g], "invalid value for :group option: expected a non-empty string, got: :g"},
           {[progress: :yes],
            "invalid value for :progress option: expected a function that takes one argument, got: :yes"},

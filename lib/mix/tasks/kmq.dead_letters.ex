@@ -139,6 +139,7 @@ defmodule Mix.Tasks.Kmq.DeadLetters do
     |> Map.from_struct()
     |> Map.update!(:headers, &Enum.map(&1, fn {name, value} -> [name, value] end))
     |> Map.update!(:origin, &(&1 && Tuple.to_list(&1)))
+    |> Map.update!(:pointer, &(&1 && Tuple.to_list(&1)))
   end
 
   defp plain(letter) do

@@ -146,6 +146,28 @@ defmodule Kmq.Test.Bodies.DeadLetters do
     end
   end
 
+  body "what has expired lives again when it is sent back, by a time of its own and by its pipeline's",
+       %{cluster: cluster} do
+    topic = queue(cluster, 1)
+    old = System.os_time(:millisecond) - 60_000
+    publish(cluster, topic, [{"old", timestamp: old}, {"short", ttl: 1}, "fresh"])
+    consumer = consumer(options(cluster, topic, ttl: 30_000, max_redeliveries: 1, backoff: [0]))
+    [fresh] = pull(consumer, 1)
+    assert {fresh.value, Kmq.ack(fresh)} == {"fresh", :ok}
+    await_records(cluster, topic <> "__undelivered", 1, 2)
+    letters = Enum.to_list(DeadLetters.stream(topic, where(cluster)))
+    assert Enum.map(letters, & &1.cause) == ["expired", "expired"]
+
+    assert {:ok, %{redriven: 2}} = DeadLetters.redrive(topic, where(cluster))
+    back = pull(consumer, 2)
+    # also when it fails and comes once more
+    assert Kmq.retry(back) == :ok
+    again = pull(consumer, 2)
+    assert Enum.sort(for m <- again, do: {m.value, m.attempt}) == [{"old", 2}, {"short", 2}]
+    assert Enum.sort(for m <- again, do: m.id) == Enum.sort(for l <- letters, do: l.origin)
+    assert Kmq.ack(again, sync: true) == :ok
+  end
+
   body "a dead letter copied back by hand with all its headers dies with its next failure, or is done as any other",
        %{
          cluster: cluster

@@ -219,6 +219,14 @@ defmodule Kmq.Test.Bodies.Tasks do
              mix(Tasks.DeadLetters, ["list", topic, "--cause", "crash"] ++ hosts)
 
     assert {0, "", ""} = mix(Tasks.DeadLetters, ["list", topic, "--json"] ++ hosts)
+
+    # One that was too large to have its value.
+    pointing = [{"kmq-pointer", topic <> "/0/17/1700000000000"}, {"kmq-value-bytes", "9000000"}]
+    publish(cluster, topic <> "__undelivered", [{nil, headers: pointing}])
+    assert {0, out, ""} = mix(Tasks.DeadLetters, ["list", topic, "--json"] ++ hosts)
+    assert out =~ ~s("pointer":["#{topic}",0,17,1700000000000]) and out =~ ~s("value":null)
+    assert {0, out, ""} = mix(Tasks.DeadLetters, ["show", topic, "0", "0"] ++ hosts)
+    assert out =~ ~r/header kmq-pointer\s+#{topic}\/0\/17/
   end
 
   body "what is wrong with an option is told by the name it has on the command line", %{
