@@ -91,23 +91,29 @@ defmodule Kmq.Test.Bodies.Pipeline do
   end
 
   body "what becomes of a message that fails, by its reason", %{cluster: cluster} do
+    for format <- [:range, :kmq], do: by_its_reason(cluster, format)
+  end
+
+  defp by_its_reason(cluster, format) do
     topic = queue(cluster, 1)
     test = self()
 
     values =
-      ~w(ok retry retry-ms retry-reason reject discard raise raise-reject throw exit plain text)
+      ~w(ok retry retry-ms retry-reason release snooze reject discard raise raise-reject throw exit plain text)
 
     publish(cluster, topic, values)
 
     handler = fn message ->
       tell(test, message)
 
-      if message.metadata.attempt == 1 do
+      if message.metadata.deliveries == 1 do
         case message.data do
           "ok" -> message
           "retry" -> failed(message, {:retry, 0})
           "retry-ms" -> failed(message, {:retry, 1_000})
           "retry-reason" -> failed(message, {:retry, fn 1, :busy -> 10 end, :busy})
+          "release" -> failed(message, :release)
+          "snooze" -> failed(message, {:snooze, 700})
           "reject" -> failed(message, {:reject, %{code: 7}})
           "discard" -> failed(message, {:discard, "not worth it"})
           "raise" -> raise "oh"
@@ -124,18 +130,26 @@ defmodule Kmq.Test.Bodies.Pipeline do
       end
     end
 
-    host = host(options(cluster, topic, max_redeliveries: 1, backoff: [20]), handler)
+    options = [marker_format: format, max_redeliveries: 1, backoff: [20]]
+    host = host(options(cluster, topic, options), handler)
 
-    # 12 at first; all but ok, reject, raise-reject and discard come again.
-    all = handled(12 + 8)
-    again = for {data, %{attempt: 2} = metadata} <- all, into: %{}, do: {data, metadata}
+    # 14 at first; all but ok, reject, raise-reject and discard come again.
+    all = handled(14 + 10)
+    again = for {data, %{deliveries: 2} = metadata} <- all, into: %{}, do: {data, metadata}
 
     assert Enum.sort(Map.keys(again)) ==
-             ~w(exit plain raise retry retry-ms retry-reason text throw)
+             ~w(exit plain raise release retry retry-ms retry-reason snooze text throw)
 
-    first = for {data, %{attempt: 1} = metadata} <- all, into: %{}, do: {data, metadata}
-    for {data, metadata} <- again, do: assert(metadata.id == first[data].id)
+    first = for {data, %{deliveries: 1} = metadata} <- all, into: %{}, do: {data, metadata}
+
+    for {data, metadata} <- again do
+      assert metadata.id == first[data].id
+      # who gives a message back uses up no attempt
+      assert {data, metadata.attempt} == {data, if(data in ~w(release snooze), do: 1, else: 2)}
+    end
+
     assert again["retry-ms"].at - first["retry-ms"].at >= 1_000
+    assert again["snooze"].at - first["snooze"].at >= 700
 
     dead = dead(cluster, topic, 4)
     assert Enum.sort(Map.keys(dead)) == ~w(plain raise raise-reject reject)
