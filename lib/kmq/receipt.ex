@@ -180,6 +180,11 @@ defmodule Kmq.Receipt do
       else: raise(ArgumentError, "a delay is 0 to #{@most} ms (30 days), got: #{inspect(ms)}")
   end
 
+  defp delay(function, _attempt) when is_function(function) do
+    raise ArgumentError,
+          "a receipt takes no function: give ms or a backoff with {:retry, ...}, got: #{inspect(function)}"
+  end
+
   defp delay(backoff, attempt) do
     case Backoff.parse(backoff) do
       {:ok, normal} -> Backoff.delay(normal, attempt)

@@ -125,5 +125,9 @@ defmodule Kmq.ReceiptTest do
            ]
 
     assert_raise ArgumentError, fn -> Receipt.marker(receipt, :done) end
+
+    assert_raise ArgumentError, ~r/^a receipt takes no function: give ms or a backoff/, fn ->
+      Receipt.marker(receipt, {:retry, fn _attempt, _reason -> 5 end})
+    end
   end
 end
