@@ -68,7 +68,7 @@ defmodule Kmq.Advice do
   @spec connection(Error.t(), keyword) :: Error.t()
   def connection(%Error{} = error, options \\ []) do
     with [_, who, text, name] <-
-           Regex.run(~r/\A(.*?[^ ]+:\d+\/[^ ]+: )(.*) (\(_[A-Z_]+\))\z/s, error.message),
+           Regex.run(~r/\A(.*?[^ ]+:\d+(?:\/[^ ]+)?: )(.*) (\(_[A-Z_]+\))\z/s, error.message),
          {_, what, look} <-
            Enum.find(@connections, fn {words, _, _} -> String.contains?(text, words) end) do
       advice = if look != nil and Keyword.get(options, :advice?, true), do: ": " <> look

@@ -119,7 +119,11 @@ defmodule Kmq.Integration.TrackerDaemonTest do
       )
 
     eventually(fn ->
-      assert File.read!(daemon.log) =~ ~r/Z error alarm reason=missing_topic topic=missing-/
+      log = File.read!(daemon.log)
+      assert log =~ ~r/Z error alarm reason=missing_topic topic=missing-/
+      # It has no option to make it.
+      assert log =~ "does not exist: it is the queue, create it first"
+      refute log =~ "create_topics"
     end)
 
     assert term(daemon) == 0

@@ -6,6 +6,27 @@ defmodule Kmq.ErrorTest do
   doctest Kmq.Error
   doctest Kmq.Advice
 
+  # As librdkafka says it.
+  test "a lost connection, in our words" do
+    for {text, ours} <- [
+          {"publisher: h:9092/1: Disconnected: verify that security.protocol is correctly configured, broker might require SASL authentication (after 2ms in state UP) (_TRANSPORT)",
+           "publisher: h:9092/1: the broker closes each new connection: do :ssl and :sasl of :client_config fit this listener? (_TRANSPORT)"},
+          {"h:9092/bootstrap: Disconnected while requesting ApiVersion: might be caused by incorrect security.protocol configuration (connecting to a SSL listener?) or broker version is < 0.10 (see api.version.request) (after 0ms in state APIVERSION_QUERY) (_TRANSPORT)",
+           "h:9092/bootstrap: the broker closes each new connection: do :ssl and :sasl of :client_config fit this listener? (_TRANSPORT)"},
+          {"GroupCoordinator: h:9092: Disconnected (after 4940ms in state UP) (_TRANSPORT)",
+           "GroupCoordinator: h:9092: the broker has closed the connection (_TRANSPORT)"},
+          {"h:9092/1: Failed to resolve 'h:9092': Name or service not known (after 1ms in state CONNECT) (_RESOLVE)",
+           "h:9092/1: its name cannot be resolved: is it right in :hosts, and in the broker's advertised.listeners? (_RESOLVE)"},
+          {"h:9092/1: Connection setup timed out in state CONNECT (after 30028ms in state CONNECT) (_TRANSPORT)",
+           "h:9092/1: the connection is not answered: is the address right, does a firewall stand between? (_TRANSPORT)"},
+          {"h:9092/1: Socket open failed: Too many open files (_TRANSPORT)",
+           "h:9092/1: Socket open failed: Too many open files (_TRANSPORT)"},
+          {"2/2 brokers are down (_ALL_BROKERS_DOWN)", "2/2 brokers are down (_ALL_BROKERS_DOWN)"}
+        ] do
+      assert Kmq.Advice.connection(Error.new(:transport, text)).message == ours
+    end
+  end
+
   test "Kafka's names become reasons, unknown ones no atoms" do
     assert %Error{
              reason: :transport,

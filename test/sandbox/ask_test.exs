@@ -83,6 +83,14 @@ defmodule Kmq.Sandbox.AskTest do
       Consumer.pull(:kmq_ask_test_publisher)
     end
 
+    # As a pipeline's: its producers say whose they are.
+    Process.register(agent, :kmq_ask_test_pipeline)
+    Kmq.Info.register({:producer, {:kmq_ask_test_pipeline, 0}, "g"})
+
+    assert_raise ArgumentError, ~r/and :kmq_ask_test_pipeline is a pipeline$/, fn ->
+      Consumer.pull(:kmq_ask_test_pipeline)
+    end
+
     for server <- [ours[Publisher], ours[Sandbox], ours[Tracker], agent],
         call <- [
           &Kmq.pause(&1, :all),
