@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 /* What comes past the log queue (it is not read yet, or a call serves it by callback): the library would print it on the host's stderr. */
 static void silent(const rd_kafka_t *rk, int level, const char *facility, const char *text)
@@ -26,6 +27,14 @@ void kafka_wake_on(rd_kafka_queue_t *queue, kafka_wake *wake)
         rd_kafka_queue_cb_event_enable(queue, awake, wake);
     else if (wake->fd >= 0)
         rd_kafka_queue_io_event_enable(queue, wake->fd, "x", 1);
+}
+
+void kafka_wake_ring(const kafka_wake *wake)
+{
+    if (wake->fn != NULL)
+        wake->fn(wake->ctx);
+    else if (wake->fd >= 0 && write(wake->fd, "x", 1) < 0)
+        return; /* a full pipe wakes as well */
 }
 
 void kafka_wake_off(rd_kafka_queue_t *queue)

@@ -41,6 +41,7 @@ struct kafka_consumer {
     kafka_queue **queues;
     size_t n_queues, cap_queues;
     kafka_links *links;
+    kafka_times *times;
     kafka_reaper *reaper;
     bool fixed;                    /* a static member: its group keeps its place when it closes */
     bool closing;                  /* the library's group handler may end at any moment: see await_stopped */
@@ -70,7 +71,9 @@ int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka
     kafka_consumer *consumer = calloc(1, sizeof *consumer);
     kafka_reaper *reaper = kafka_reaper_new();
     kafka_links *links = consumer != NULL ? kafka_links_new(&consumer->control_wake) : NULL;
-    if (links == NULL || reaper == NULL) {
+    kafka_times *times = links != NULL ? kafka_times_new(&consumer->control_wake) : NULL;
+    if (times == NULL || reaper == NULL) {
+        kafka_times_del(times);
         kafka_links_del(links);
         free(consumer);
         free(reaper);
@@ -78,11 +81,13 @@ int kafka_consumer_open(const kafka_property *props, size_t n_props, const kafka
     }
     consumer->reaper = reaper;
     consumer->links = reaper->links = links;
+    consumer->times = reaper->times = times;
     consumer->control_wake = control != NULL ? *control : none;
     consumer->records_wake = records != NULL ? *records : none;
     consumer->rk = kafka_client_new_with(kafka_links_prepare, links, RD_KAFKA_CONSUMER, defaults, 2, props, n_props,
                                          forced, 2, events, err);
     if (consumer->rk == NULL) {
+        kafka_times_del(times);
         kafka_links_del(links);
         free(reaper);
         free(consumer);
@@ -126,7 +131,7 @@ bool kafka_consumer_poll(kafka_consumer *consumer, kafka_event *event)
         if (made) return true;
     }
     memset(event, 0, sizeof *event);
-    return kafka_links_take(consumer->links, event);
+    return kafka_times_take(consumer->times, consumer->rk, event) || kafka_links_take(consumer->links, event);
 }
 
 /* ------------------------------------------------------------------ assignment */
@@ -628,6 +633,17 @@ int64_t kafka_consumer_end(kafka_consumer *consumer, const char *topic, int32_t 
     return code == RD_KAFKA_RESP_ERR_NO_ERROR && high >= 0 ? high : -1;
 }
 
+int kafka_consumer_times(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, int timeout_ms)
+{
+    rd_kafka_topic_partition_list_t *list = rd_kafka_topic_partition_list_new((int)n);
+    for (size_t i = 0; i < n; i++)
+        rd_kafka_topic_partition_list_add(list, partitions[i].topic, partitions[i].partition)->offset =
+            partitions[i].offset;
+    if (kafka_times_ask(consumer->times, consumer->rk, list, timeout_ms)) return KAFKA_OK;
+    rd_kafka_topic_partition_list_destroy(list);
+    return KAFKA_EFULL;
+}
+
 void kafka_queue_stopped(kafka_queue *queue) { queue->stopped = true; }
 
 bool kafka_consumer_lost(kafka_consumer *consumer) { return rd_kafka_assignment_lost(consumer->rk) != 0; }
@@ -686,6 +702,7 @@ static void quiet(kafka_consumer *consumer)
     for (size_t i = 0; i < consumer->n_queues; i++) kafka_wake_off(consumer->queues[i]->rkqu);
     kafka_wake_off(consumer->control);
     kafka_links_close(consumer->links);
+    kafka_times_close(consumer->times);
 }
 
 /* The queues may be full: the reaper empties them. */

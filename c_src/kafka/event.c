@@ -100,6 +100,15 @@ bool kafka_event_make(rd_kafka_t *rk, rd_kafka_event_t *rkev, kafka_event *event
     return true;
 }
 
+bool kafka_event_times(rd_kafka_t *rk, rd_kafka_resp_err_t code, const rd_kafka_topic_partition_list_t *list,
+                       kafka_event *event)
+{
+    memset(event, 0, sizeof *event);
+    event->type = KAFKA_EVENT_TIMES;
+    if (code != RD_KAFKA_RESP_ERR_NO_ERROR) kafka_error_made(&event->error, rk, code, NULL);
+    return copy(event, list, NULL);
+}
+
 void kafka_event_free(kafka_event *event)
 {
     free(event->priv);

@@ -7,6 +7,7 @@
  *   outage.c   connections that are made, and which errors are one outage
  *   reaper.c   destroying, which may never return
  *   nudge.c    a fetcher that rests too long is woken
+ *   times.c    where partitions have a time, asked by a thread
  *   consumer.c producer.c txn.c admin.c reader.c failpoint.c
  */
 #ifndef KAFKA_INTERNAL_H
@@ -39,9 +40,13 @@ int kafka_common_events(const kafka_property *props, size_t n_props);
 /* wake must stay where it is until kafka_wake_off returned. */
 void kafka_wake_on(rd_kafka_queue_t *queue, kafka_wake *wake);
 void kafka_wake_off(rd_kafka_queue_t *queue);
+void kafka_wake_ring(const kafka_wake *wake); /* by hand, where no queue does it */
 
 /* Copies what is to be seen of rkev, which stays the caller's. False: an event of no interest. Out of memory: an ERROR event. */
 bool kafka_event_make(rd_kafka_t *rk, rd_kafka_event_t *rkev, kafka_event *event);
+/* EVENT_TIMES of what rd_kafka_offsets_for_times has left in list. False: no memory. */
+bool kafka_event_times(rd_kafka_t *rk, rd_kafka_resp_err_t code, const rd_kafka_topic_partition_list_t *list,
+                       kafka_event *event);
 void kafka_error_made(kafka_error *error, rd_kafka_t *rk, rd_kafka_resp_err_t code, const char *text);
 
 /* cause.c: why nothing connects. All zero: nothing is known. */
@@ -101,11 +106,20 @@ bool kafka_links_take(kafka_links *links, kafka_event *event);
 void kafka_links_close(kafka_links *links); /* no wake-up runs after it */
 void kafka_links_del(kafka_links *links);   /* NULL is allowed */
 
+/* See times.c. wake must stay where it is until closed; the rest until the client is destroyed. NULL: no memory. */
+typedef struct kafka_times kafka_times;
+kafka_times *kafka_times_new(const kafka_wake *wake);
+bool kafka_times_ask(kafka_times *times, rd_kafka_t *rk, rd_kafka_topic_partition_list_t *list, int timeout_ms);
+bool kafka_times_take(kafka_times *times, rd_kafka_t *rk, kafka_event *event);
+void kafka_times_close(kafka_times *times); /* no wake-up runs after it */
+void kafka_times_del(kafka_times *times);   /* waits for what is under way; NULL is allowed */
+
 /* The job of destroying one client: allocated when the client is opened, so that destroying cannot fail for memory. */
 typedef struct kafka_reaper {
     rd_kafka_t *rk;
     rd_kafka_queue_t *control; /* of a consumer that is to leave its group before; else NULL */
     kafka_nudge *nudge;        /* stopped first; set by whoever has one */
+    kafka_times *times;        /* waited for, too; as nudge */
     kafka_links *links;        /* freed last; as nudge */
     kafka_queue **queues;      /* of a consumer, emptied before: see consumer.c */
     size_t n_queues;

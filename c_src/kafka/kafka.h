@@ -104,6 +104,7 @@ typedef enum kafka_event_type {
     KAFKA_EVENT_LOG,    /* level (syslog), text */
     KAFKA_EVENT_STATS,  /* text (JSON) */
     KAFKA_EVENT_TOKEN,  /* OAUTHBEARER wants a token; text = config */
+    KAFKA_EVENT_TIMES,  /* the answer to kafka_consumer_times: error, or partitions with offsets and errors */
     KAFKA_EVENT_UP,     /* a connection is made; text = the broker, "host:port" */
     KAFKA_EVENT_DOWN    /* it is gone, wanted or not */
 } kafka_event_type;
@@ -219,6 +220,10 @@ int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t par
 int kafka_consumer_set_token(kafka_consumer *consumer, const kafka_token *token, kafka_error *err);
 /* The end of an assigned partition as its last Fetch answer told it; local, does not wait. Negative: not known (yet, or any more). */
 int64_t kafka_consumer_end(kafka_consumer *consumer, const char *topic, int32_t partition);
+/* Where each of these has its first message of a time (in `offset`, ms) or later: asked by a thread of its own, one request for all partitions of a
+ * broker. Does not wait; ends as EVENT_TIMES, after timeout_ms at the latest, with the partitions in this order and KAFKA_OFFSET_END where
+ * there is none. One question at a time. KAFKA_EFULL: one is under way, or there is no thread to be had. */
+int kafka_consumer_times(kafka_consumer *consumer, const kafka_partition *partitions, size_t n, int timeout_ms);
 /* Its fetching is taken for stopped, though no record said so: the next seek starts it afresh. */
 void kafka_queue_stopped(kafka_queue *queue);
 bool kafka_consumer_lost(kafka_consumer *consumer);
@@ -239,7 +244,8 @@ void kafka_consumer_abandon(kafka_consumer *consumer);
 int kafka_consumer_test_fatal(kafka_consumer *consumer, const char *reason); /* rd_kafka_test_fatal_error */
 /* Wake-ups off at once (none runs after it returns), then the reaper thread destroys. Not closed before: it does not wait for the
  * group (NO_CONSUMER_CLOSE). done(ctx) is called by the reaper at the end; may be NULL. Usually that is some ms later; with a commit on its way to
- * a broker that does not answer, socket.timeout.ms (10 s here, if not set); with a LeaveGroup on its way, up to 5 s. */
+ * a broker that does not answer, socket.timeout.ms (10 s here, if not set); with a LeaveGroup on its way, up to 5 s; with a question by
+ * kafka_consumer_times, up to its time-out. */
 void kafka_consumer_destroy(kafka_consumer *consumer, void (*done)(void *ctx), void *ctx);
 
 /* ------------------------------------------------------------------ producer */

@@ -17,7 +17,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 enum { LINKS = 8 };
 
@@ -34,14 +33,6 @@ struct kafka_links {
 };
 
 /* ------------------------------------------------------------------ links */
-
-static void ring(const kafka_wake *wake)
-{
-    if (wake->fn != NULL)
-        wake->fn(wake->ctx);
-    else if (wake->fd >= 0 && write(wake->fd, "x", 1) < 0)
-        return; /* a full pipe wakes as well */
-}
 
 static void drop(kafka_links *links, size_t i)
 {
@@ -64,7 +55,7 @@ static rd_kafka_resp_err_t on_state(rd_kafka_t *rk, int32_t id, const char *prot
     if (i < links->n) drop(links, i);
     if (links->n == LINKS) drop(links, 0);
     links->links[links->n++] = link;
-    if (links->wake != NULL) ring(links->wake);
+    if (links->wake != NULL) kafka_wake_ring(links->wake);
     pthread_mutex_unlock(&links->lock);
     return RD_KAFKA_RESP_ERR_NO_ERROR;
 }

@@ -34,6 +34,7 @@ static void *run(void *arg)
 {
     kafka_reaper *reaper = arg;
     kafka_nudge_stop(reaper->nudge);
+    kafka_times_del(reaper->times);
     if (reaper->control != NULL) leave(reaper->rk, reaper->control);
     kafka_queues_free(reaper->rk, reaper->closing, reaper->queues, reaper->n_queues);
     free(reaper->queues);

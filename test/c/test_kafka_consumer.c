@@ -582,6 +582,63 @@ static void broker_gone(void **state)
     cluster_stop(&own);
 }
 
+/* The answer is an event, with a wake-up, in the order asked; a mock cluster knows no times. */
+static void times_answered(kafka_consumer *consumer, waker *control, bool failed)
+{
+    kafka_event event = {0};
+    bool told = false;
+    kafka_partition asked[3] = {
+        {.topic = "times", .partition = 2, .offset = 1}, {.topic = "times", .offset = 2}, {.topic = "times", .offset = 3}};
+    asked[2].partition = 1;
+    int woken = atomic_load(&control->count);
+    assert_int_equal(kafka_consumer_times(consumer, asked, 3, 1000), 0);
+    assert_int_equal(kafka_consumer_times(consumer, asked, 3, 1000), KAFKA_EFULL); /* one at a time */
+    int64_t limit_ms = now_ms() + scaled_ms(5);
+    while (!told && now_ms() < limit_ms) {
+        while (!told && kafka_consumer_poll(consumer, &event)) {
+            told = event.type == KAFKA_EVENT_TIMES;
+            if (told) {
+                assert_true(atomic_load(&control->count) > woken);
+                assert_true(failed == (event.error.code != 0));
+                assert_int_equal(event.n_partitions, 3);
+                for (int i = 0; i < 3; i++) {
+                    assert_string_equal(event.partitions[i].topic, "times");
+                    assert_int_equal(event.partitions[i].partition, asked[i].partition);
+                    if (!failed) assert_int_equal(event.partitions[i].offset, KAFKA_OFFSET_END);
+                }
+            }
+            kafka_event_free(&event);
+        }
+        nap_ms(2);
+    }
+    assert_true(told);
+}
+
+/* Answered, in time without a broker, and destroyed while nobody answers. */
+static void times(void **state)
+{
+    (void)state;
+    MOCK_ONLY(c);
+    kafka_error err;
+    cluster own;
+    waker control = {0};
+    cluster_start(&own, 1);
+    topic(&own, "times", 3);
+    kafka_consumer *consumer = consumer_open(&own, "times", &control, NULL);
+    kafka_partition from = {.topic = "times", .offset = 0};
+    assert_int_equal(kafka_consumer_assign(consumer, &from, 1, &err), 0);
+    times_answered(consumer, &control, false);
+    times_answered(consumer, &control, false);
+    rd_kafka_mock_broker_set_rtt(own.mock, 1, 60000);
+    times_answered(consumer, &control, true);
+    assert_int_equal(kafka_consumer_times(consumer, &from, 1, 1000), 0);
+    int64_t before = now_ms();
+    kafka_consumer_destroy(consumer, NULL, NULL);
+    assert_true(now_ms() - before < 100);
+    EVENTUALLY(20, kafka_live() == 0);
+    cluster_stop(&own);
+}
+
 /* Closing with records in the queues, a commit in flight and a slow broker: REVOKE is answered, closed() comes, nothing is left. */
 static void close_sequence(void **state)
 {
@@ -714,6 +771,7 @@ int main(void)
         cmocka_unit_test(out_of_range),        cmocka_unit_test(rebalance),     cmocka_unit_test(cooperative),
         cmocka_unit_test(commit_and_outsider), cmocka_unit_test(missing_topic), cmocka_unit_test(broker_gone),
         cmocka_unit_test(close_sequence),      cmocka_unit_test(hidden_topic),  cmocka_unit_test(static_closes),
+        cmocka_unit_test(times),
     };
     return cmocka_run_group_tests_name("kafka consumer", tests, start, stop);
 }
