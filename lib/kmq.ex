@@ -35,7 +35,8 @@ defmodule Kmq do
   Why a message was not settled. None of them is lost.
 
     * `:late` - its time limit had passed, or its partition belongs to someone else by now: it comes again. An action
-      that settles is told so once, then `:unknown`
+      that settles is told so once, then `:unknown`. With `sync:` also: settled, but its partition was lost (a static member was fenced, or this one
+      was thrown out of its group) before the group's commit covered it
     * `:unknown` - it is not in work: it was settled before, or never handed out
     * `:closed` - the consumer is closed: it comes again after its lease
     * `:enomem` - no memory for it: it is as before
@@ -335,10 +336,19 @@ defmodule Kmq do
     refused = Enum.map(failed, &elem(&1, 0))
     settled = messages -- refused
 
-    with [_ | _] <- settled, {:error, _} <- Handle.flush(handle, sync) do
+    with [_ | _] <- settled, {:error, _} <- confirmed(handle, settled, sync) do
       {:error, failed ++ Enum.map(settled, &{&1, :timeout})}
     else
+      {:ok, late} when late != [] -> {:error, failed ++ Enum.map(late, &{&1, :late})}
       _confirmed -> if failed == [], do: :ok, else: {:error, failed}
+    end
+  end
+
+  # Those that the group hands out again all the same: their partition was lost before a commit covered them.
+  defp confirmed(handle, messages, timeout) do
+    with {:ok, uncovered} <- Handle.confirm(handle, timeout) do
+      late? = &(is_map_key(uncovered, &1.slot) and &1.offset >= uncovered[&1.slot])
+      {:ok, Enum.filter(messages, late?)}
     end
   end
 

@@ -8,8 +8,8 @@
 
 -export([version/0, live/0, errors/0, busy/0, backoff/3, property/2]).
 -export([consumer_open/3, consumer_subscribe/1, consumer_topics/2, consumer_attach/2, consumer_poll/1, consumer_take/2, consumer_take/3, consumer_lanes/2, consumer_settle/3,
-         consumer_retry/5, consumer_extend/3, consumer_reject/2, consumer_again/1, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_drain/1,
-         consumer_close/2, consumer_close/3, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/5, consumer_test_fatal/2, consumer_reopen/1]).
+         consumer_retry/5, consumer_extend/3, consumer_reject/2, consumer_again/1, consumer_assign/3, consumer_reset/3, consumer_rebuild/1, consumer_flush/1, consumer_uncovered/1, consumer_drain/1,
+         consumer_close/2, consumer_close/3, consumer_kill/1, consumer_info/1, consumer_pause/4, consumer_seek/4, consumer_set_token/5, consumer_test_fatal/2, consumer_reopen/1, consumer_give_up/1]).
 -export([publisher_open/2, publisher_send/4, publisher_space/1, publisher_poll/1, publisher_queued/1, publisher_close/1,
          publisher_set_token/5, publisher_reopen/1, publisher_test_fatal/1]).
 -export([admin_open/1, admin_close/1, admin_cluster_id/2, admin_partitions/3, admin_topics/2, admin_create_topic/6,
@@ -109,6 +109,8 @@ consumer_reset(_Ref, _Slot, _Offset) -> erlang:nif_error(not_loaded).
 consumer_rebuild(_Ref) -> erlang:nif_error(not_loaded).
 -spec consumer_flush(ref()) -> ok | failure().
 consumer_flush(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_uncovered(ref()) -> [{Slot :: integer(), Committed :: integer()}].
+consumer_uncovered(_Ref) -> erlang:nif_error(not_loaded).
 -spec consumer_drain(ref()) -> ok | failure().
 consumer_drain(_Ref) -> erlang:nif_error(not_loaded).
 -spec consumer_close(ref(), non_neg_integer()) -> ok | failure().
@@ -127,6 +129,8 @@ consumer_seek(_Ref, _Topic, _Partition, _Offset) -> erlang:nif_error(not_loaded)
 consumer_set_token(_Ref, _Token, _ExpiresMs, _Principal, _Extensions) -> erlang:nif_error(not_loaded).
 -spec consumer_reopen(ref()) -> {ok, [{binary(), integer()}]} | failure().
 consumer_reopen(_Ref) -> erlang:nif_error(not_loaded).
+-spec consumer_give_up(ref()) -> {ok, [{binary(), integer()}]} | failure().
+consumer_give_up(_Ref) -> erlang:nif_error(not_loaded).
 -spec consumer_test_fatal(ref(), producer | consumer) -> ok | failure().
 consumer_test_fatal(_Ref, _Which) -> erlang:nif_error(not_loaded).
 

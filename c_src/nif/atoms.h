@@ -18,7 +18,7 @@
     X(on_expired) X(discard) X(full) X(filtered) X(parked) X(expired) X(max_redeliveries) X(drain_ms) X(drain_on_revoke) \
     X(paused) X(buffered) X(lag) X(oldest_open_ms) X2(end_, "end") X(not_assigned) X(reopen) \
     X(outage) X(settling) X(connected) X(passing) X(connection) X(commit) X(retried) X(answered) X(reported) X(replaced) X(stops) \
-    X(cooperative) X(leaving) \
+    X(cooperative) X(leaving) X(doubted) X(looks) \
     X(offsets) X(at_most_once) X(unsupported) X(overdue) X(undelayed) X(undrained) X(letters) \
     X2(true_, "true") X2(false_, "false")
 /* clang-format on */

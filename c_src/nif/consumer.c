@@ -395,7 +395,8 @@ out:
     return result ? result : enif_make_badarg(env);
 }
 
-/* consumer_reset(Ref, Slot, Offset): after {out_of_range, Slot, ...}. Offset < 0: begin again at its own position. */
+/* consumer_reset(Ref, Slot, Offset): after {out_of_range, Slot, ...}; Offset < 0: begin again at its own position. After {doubted, Slot, ...};
+ * Offset < 0: it is the topic that it was. */
 KMQ_NIF(nif_consumer_reset)
 {
     (void)argc;
@@ -404,11 +405,15 @@ KMQ_NIF(nif_consumer_reset)
     if (!enif_get_int(env, argv[1], &slot) || !enif_get_int64(env, argv[2], &offset)) return enif_make_badarg(env);
     ENGINE_OR_RETURN(e)
     part *p = slot >= 0 && slot < e->n_slots ? e->slots[slot] : NULL;
-    if (!p || p->state != PART_ACTIVE || !p->broken) {
+    if (!p || p->state != PART_ACTIVE || (!p->broken && !p->witness.doubted)) {
         enif_mutex_unlock(e->lock);
         return term_error_atom(env, atoms.stale);
     }
     kafka_error err = {0};
+    if (!p->broken && offset < 0) {
+        witness_same(p);
+        return unlock_result(env, e, 0, NULL);
+    }
     int rc = engine_reset(e, p, offset < 0 ? p->position : offset, offset < 0 ? p->sent : -1, &err);
     if (!rc && offset >= 0) engine_made_anew(e, p->topic, p->partition, offset);
     return unlock_result(env, e, rc, &err);
@@ -431,6 +436,24 @@ KMQ_NIF(nif_consumer_flush)
     e->flush_due = INT64_MAX;
     engine_notify_owner(e, 0);
     return unlock_result(env, e, 0, NULL);
+}
+
+/* consumer_uncovered(Ref) -> [{Slot, Committed}], also when it is closed: settled or not, what was handed out of these from Committed on is handed
+ * out again by the group. */
+KMQ_NIF(nif_consumer_uncovered)
+{
+    (void)argc;
+    engine *e = get_engine(env, argv[0]);
+    if (!e) return enif_make_badarg(env);
+    ERL_NIF_TERM list = enif_make_list(env, 0);
+    enif_mutex_lock(e->lock);
+    for (size_t i = 0; i < e->n_uncovered && i < UNCOVERED_MAX; i++) {
+        const uncovered *u = &e->uncovered[i];
+        ERL_NIF_TERM pair = enif_make_tuple2(env, enif_make_int(env, u->slot), enif_make_int64(env, u->committed));
+        list = enif_make_list_cell(env, pair, list);
+    }
+    enif_mutex_unlock(e->lock);
+    return list;
 }
 
 KMQ_NIF(nif_consumer_drain)
@@ -869,6 +892,7 @@ KMQ_NIF(nif_consumer_info)
     put(env, &map, atoms.ends, atomic_load(&e->pending));
     put(env, &map, atoms.in_flight, (int64_t)e->ends_in_flight);
     put(env, &map, atoms.epoch, (int64_t)e->epoch);
+    put(env, &map, atoms.looks, (int64_t)e->looks);
     enif_mutex_unlock(e->lock);
     return term_ok(env, map);
 }

@@ -229,6 +229,7 @@ static void simple_event(engine *e, const kafka_event *event, ErlNifEnv *env, ER
     case KAFKA_EVENT_ASSIGN:
     case KAFKA_EVENT_REVOKE: engine_rebalance_event(e, event, env, events, now); break;
     case KAFKA_EVENT_COMMIT: committed(e, event, env, events, now); break;
+    case KAFKA_EVENT_TIMES: witness_answer(e, event); break;
     case KAFKA_EVENT_ERROR: add_error(e, &event->error, env, events, now); break;
     case KAFKA_EVENT_UP:
     case KAFKA_EVENT_DOWN: kafka_outage_link(&e->outage, event, now); break;
@@ -518,6 +519,7 @@ static int64_t earliest(engine *e, int64_t now)
     else
         SOONER(modes_due(e, now));
     SOONER(isolate_due(e, now));
+    SOONER(witness_due(e));
     if (e->outage.settling) SOONER(e->outage.up_ms + KAFKA_OUTAGE_SETTLE_MS);
     for (size_t i = 0; i < e->n_topics; i++)
         if (e->topics[i]->told_error && e->topics[i]->written && now - e->topics[i]->failed_at < WORKS_MS)
@@ -601,6 +603,7 @@ int engine_poll(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t *next_m
     close_on(e, env, events, now);
     note_broken(e, env, events, now);
     beyond_end(e, now);
+    witness_on(e, env, events, now);
     out_of_range(e, env, events);
     restart_lame(e, now);
     engine_reap(e);
@@ -637,6 +640,7 @@ void engine_free(engine *e)
     enif_free(e->topics);
     enif_free(e->slots);
     enif_free(e->active);
+    enif_free(e->kept);
     engine_asked_nothing(e);
     engine_paused_free(e);
     enif_free(e->producer_memory);

@@ -18,7 +18,7 @@
  *
  * Files: engine.c (life, poll, timers, commits), rebalance.c (what is assigned), pump.c (fetch, START, hand-out), marks.c (records to the marker
  * topic and their reports), modes.c (what is otherwise without markers), isolate.c (what crashed before, beside all engines of the VM),
- * control.c (pause, seek), lanes.c (where an order is kept), reopen.c (a new client in the place of a fatal one).
+ * control.c (pause, seek), lanes.c (where an order is kept), witness.c (a topic of the same name in its place), reopen.c (a new client in the place of a fatal one).
  *
  * Locks, in this order: engine.lock -> slots_lock -> part.lock; engine.lock -> isolate.c's -> wake_lock; wake_lock is a leaf and is also taken in librdkafka's callbacks (which
  * hold a queue lock), so nobody calls librdkafka with it. No librdkafka call under a part.lock.
@@ -97,6 +97,29 @@ typedef struct new_part {
     int32_t partition;
 } new_part;
 
+/* See witness.c. A record that was read: where it stands, and the time that it bears; offset -1: none. */
+typedef struct witness_record {
+    int64_t offset, ms;
+} witness_record;
+enum { WITNESSES = 2 };
+typedef struct witness {
+    witness_record read[WITNESSES];  /* the last ones, the newest first */
+    witness_record asked[WITNESSES]; /* the same, as it was when the look that is under way began */
+    witness_record known[WITNESSES]; /* the same, of the last look that was good */
+    int64_t after_ms, least;         /* nothing later than after_ms stands below `least`; after_ms -1: not begun */
+    int64_t answer;                  /* of the last look; KAFKA_OFFSET_END: there is nothing later */
+    bool asking, doubted;
+} witness;
+
+/* Of a partition that was given back: for when it comes again and stands where it was left. */
+typedef struct kept_witness {
+    const engine_topic *topic;
+    int32_t partition;
+    uint64_t epoch;
+    int64_t committed;
+    witness witness;
+} kept_witness;
+
 typedef enum part_state { PART_ACTIVE, PART_LEAVING, PART_RETIRED } part_state;
 
 struct part {
@@ -116,6 +139,7 @@ struct part {
     int64_t position;   /* next offset expected from the queue */
     store store;
     int64_t beyond_since; /* its position is beyond the topic's end, as far as is known; 0: it is not */
+    witness witness;
     int64_t marks_end;    /* offset of its last durable marker */
     bool restart;         /* its marker topic was made anew: what is held is STARTed there, not renewed */
     size_t unstarted;     /* kept since its last START was written; at least MARKS_RUN when one must be written again */
@@ -162,6 +186,14 @@ typedef struct engine_note {
     int64_t at;
 } engine_note;
 
+/* A partition that went while no commit covered all that had been handed out of it, or, by offsets, settled: from `committed` on it comes again,
+ * whoever has it now. */
+typedef struct uncovered {
+    int32_t slot;
+    int64_t committed;
+} uncovered;
+enum { UNCOVERED_MAX = 1024 };
+
 typedef enum engine_state { ENGINE_OPEN, ENGINE_CLOSING, ENGINE_CLOSED } engine_state;
 typedef enum revoke_step { REVOKE_NONE, REVOKE_DRAIN, REVOKE_SETTLE, REVOKE_COMMIT } revoke_step;
 typedef enum close_step { CLOSE_DRAIN, CLOSE_JOIN, CLOSE_LEAVE, CLOSE_CLIENT, CLOSE_FLUSH, CLOSE_WAIT } close_step;
@@ -191,6 +223,8 @@ struct engine {
     size_t run; /* offsets of the partition at the cursor that were read in a row, since ... */
     int64_t run_since;
     size_t n_retired;
+    uncovered uncovered[UNCOVERED_MAX]; /* the newest of n_uncovered */
+    size_t n_uncovered;
 
     paused_part *paused;
     size_t n_paused;
@@ -215,6 +249,11 @@ struct engine {
     bool restart_asked;     /* of some part, since the round of renewals began */
     char anew[160];         /* whose marker topic was made anew, to be told */
     int64_t renew_due, flush_due, rebuild_asked;
+    int64_t look_due; /* see witness.c */
+    bool looking;
+    uint64_t looks; /* that were answered */
+    kept_witness *kept;
+    size_t n_kept;
 
     ErlNifTime slice; /* when the present call began */
     /* where a round of renewals goes on that was longer than a slice; renew_round: when the next one begins, 0: none is under way */
@@ -309,6 +348,8 @@ void engine_rebalance_event(engine *engine, const kafka_event *event, ErlNifEnv 
                             int64_t now);
 void engine_revoke_on(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
 void engine_retire_all(engine *engine);
+/* It is no member of its group any more, or of a life that is over: as after a loss. */
+void engine_give_up(engine *engine);
 void engine_take_asked(engine *e, size_t from); /* before it leaves (cooperative) */
 void engine_asked_nothing(engine *engine);      /* whatever was asked: the answer is not waited for any more */
 /* The partition begins at `offset`, before what was read of it: its topic is another one of the same name. What was handed out of the old one is
@@ -316,6 +357,17 @@ void engine_asked_nothing(engine *engine);      /* whatever was asked: the answe
 void engine_made_anew(engine *engine, const engine_topic *topic, int32_t partition, int64_t offset);
 void engine_reap(engine *engine); /* frees what is retired and holds nothing any more */
 void engine_part_free(part *part);
+
+/* -- witness.c */
+void witness_init(witness *w);
+/* Of these records, which were just taken out of the partition's queue, those below its position were read. */
+void witness_read(part *part, const kafka_record *records, size_t n);
+void witness_on(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now);
+void witness_answer(engine *engine, const kafka_event *event);
+void witness_keep(engine *engine, const part *part); /* it is given back */
+void witness_recall(engine *engine, part *part);     /* it begins at its commit */
+void witness_same(part *part);             /* it was doubted, and stands where it stood */
+int64_t witness_due(const engine *engine); /* INT64_MAX: what is awaited wakes the owner itself */
 
 /* -- control.c */
 bool engine_is_paused(const engine *engine, const char *topic, int32_t partition);

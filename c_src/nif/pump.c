@@ -282,6 +282,7 @@ static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
         else if (r->offset >= p->position && keep(e, p, r, now))
             kept++;
     }
+    witness_read(p, records, i);
     kafka_records_free(records, n);
     if (n < max && bytes < POP_BYTES) p->hot = false; /* it is empty */
     p->unstarted += kept;

@@ -104,6 +104,7 @@ static part *part_new(engine *e, engine_topic *topic, int32_t partition, int64_t
                 .sent = committed,
                 .flush_to = -1};
     p->retries_tail = &p->retries;
+    witness_init(&p->witness);
     store_init(&p->store);
     kmq_offset_set_init(&p->letters, &core_alloc);
     p->lock = enif_mutex_create((char *)(uintptr_t) "kmq:partition");
@@ -149,16 +150,42 @@ static void retire(engine *e, part *p)
     e->n_retired++;
 }
 
+static void note_uncovered(engine *e, part *p)
+{
+    enif_mutex_lock(p->lock);
+    int64_t floor = modes_floor(p);
+    enif_mutex_unlock(p->lock);
+    if (!p->handed_out || p->committed >= floor) return;
+    e->uncovered[e->n_uncovered++ % UNCOVERED_MAX] = (uncovered){p->slot, p->committed};
+}
+
 /* Those that leave: all of them, where everything goes. */
 static void retire_leaving(engine *e)
 {
-    while (e->n_assigned > e->n_active) retire(e, e->active[--e->n_assigned]);
+    while (e->n_assigned > e->n_active) {
+        part *p = e->active[--e->n_assigned];
+        note_uncovered(e, p);
+        witness_keep(e, p);
+        retire(e, p);
+    }
 }
 
 void engine_retire_all(engine *e)
 {
     e->n_active = 0;
     retire_leaving(e);
+}
+
+void engine_give_up(engine *e)
+{
+    /* covered by a commit and not handed out: no owner would fetch it again */
+    for (size_t i = 0; i < e->n_assigned && engine_marks(e); i++) marks_release(e, e->active[i], false);
+    engine_retire_all(e);
+    e->epoch++;
+    engine_asked_nothing(e);
+    e->revoking = REVOKE_NONE;
+    e->lost = e->commit_in_flight = e->looking = false;
+    e->commit_due = INT64_MAX;
 }
 
 /* What is in work, and what became of it, is of no message that there is: its acks are unknown from now on. */
@@ -251,6 +278,8 @@ int engine_assign(engine *e, const kafka_partition *partitions, const bool *has_
         enif_free(active);
         return rc;
     }
+    for (size_t i = 0; i < n; i++)
+        if (has_commit[i]) witness_recall(e, fresh[i]);
     for (size_t i = 0; i < n; i++)
         if (!has_commit[i]) engine_made_anew(e, fresh[i]->topic, fresh[i]->partition, fresh[i]->position);
     for (size_t i = 0; i < n; i++)

@@ -22,17 +22,10 @@ static ERL_NIF_TERM assigned_term(const engine *e, ErlNifEnv *env)
 
 static void replace(engine *e, kafka_consumer *fresh)
 {
-    /* covered by a commit and not handed out: no owner would fetch it again */
-    for (size_t i = 0; i < e->n_assigned && engine_marks(e); i++) marks_release(e, e->active[i], false);
-    engine_retire_all(e);
+    engine_give_up(e);
     kafka_consumer_abandon(e->consumer);
     e->consumer = fresh;
     e->consumer_broken = false;
-    e->epoch++;
-    engine_asked_nothing(e);
-    e->revoking = REVOKE_NONE;
-    e->lost = e->commit_in_flight = false;
-    e->commit_due = INT64_MAX;
     e->reopen_asked = 0;
 }
 
@@ -60,4 +53,20 @@ KMQ_NIF(nif_consumer_reopen)
     if (fresh) kafka_consumer_destroy(fresh, NULL, NULL);
     engine_notify_owner(e, 0);
     return rc ? term_error(env, &err) : term_ok(env, result);
+}
+
+/* consumer_give_up(Ref) -> {ok, [{Topic, Partition}]}: what was assigned. Another member has its place, for good: what is handed out is still to be
+ * settled, and that is all. */
+KMQ_NIF(nif_consumer_give_up)
+{
+    (void)argc;
+    engine *e = consumer_engine(env, argv[0]);
+    if (!e) return enif_make_badarg(env);
+    enif_mutex_lock(e->lock);
+    bool open = e->state == ENGINE_OPEN;
+    ERL_NIF_TERM result = open ? assigned_term(e, env) : enif_make_list(env, 0);
+    if (open) engine_give_up(e);
+    enif_mutex_unlock(e->lock);
+    if (open) engine_notify_owner(e, 0);
+    return open ? term_ok(env, result) : term_error_atom(env, atoms.closed);
 }

@@ -102,6 +102,30 @@ defmodule Kmq.Beginning do
     end)
   end
 
+  @doc """
+  Is it still the topic that these records, `{offset, ms}`, were read from? A record of another time in the place of one of them, or an
+  end before it, says that it is not: `{:made_anew, its first offset}`. Else `:again`; what was deleted meanwhile says nothing.
+  """
+  @spec doubted(Config.t(), String.t(), non_neg_integer, [{non_neg_integer, integer}]) ::
+          {:made_anew, non_neg_integer} | :again
+  def doubted(config, topic, partition, witnesses) do
+    with_admin(config, fn admin ->
+      {low, high} = ok!(:kmq_nif.admin_watermarks(admin, topic, partition, @admin_timeout))
+      other? = &other?(admin, topic, partition, &1, low, high)
+      if Enum.any?(witnesses, other?), do: {:made_anew, low}, else: :again
+    end)
+  end
+
+  defp other?(_admin, _topic, _partition, {offset, _ms}, _low, high) when offset >= high, do: true
+  defp other?(_admin, _topic, _partition, {offset, _ms}, low, _high) when offset < low, do: false
+
+  defp other?(admin, topic, partition, {offset, ms}, _low, _high) do
+    case ok!(:kmq_nif.admin_read(admin, topic, partition, offset, 1, @admin_timeout)) do
+      [{^offset, time, _, _, _, _, _, _}] -> time != ms
+      [] -> false
+    end
+  end
+
   defp with_admin(config, fun),
     do: ok!(Security.with_admin(config.admin_props, @admin_timeout, &{:ok, fun.(&1)}))
 

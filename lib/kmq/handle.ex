@@ -305,7 +305,14 @@ defmodule Kmq.Handle do
 
   @doc "Everything settled before this call is durable when it returns `:ok`."
   @spec flush(t, timeout) :: :ok | {:error, Error.t()}
-  def flush(%__MODULE__{pid: pid}, timeout), do: call(pid, :flush, timeout)
+  def flush(handle, timeout), do: with({:ok, _} <- confirm(handle, timeout), do: :ok)
+
+  @doc """
+  The same, and from which offset on slots were lost before the group's commit was past it, `%{slot => offset}`: whoever has the partition now
+  hands that out again, settled or not.
+  """
+  @spec confirm(t, timeout) :: {:ok, %{integer => integer}} | {:error, Error.t()}
+  def confirm(%__MODULE__{pid: pid}, timeout), do: call(pid, :flush, timeout)
 
   @doc """
   Leaves the group: what was not handed out is the group's again, what is still open goes back at no attempt, ENDs and
@@ -789,12 +796,14 @@ defmodule Kmq.Handle do
   end
 
   defp event({:out_of_range, slot, topic, partition, position}, state) do
-    if Enum.any?(state.resets, fn {_, {s, _, _, _}} -> s == slot end) do
-      state
-    else
-      look = fn -> Beginning.instead_of(state.config, topic, partition, position) end
-      %{state | resets: Map.put(state.resets, run(look, 0), {slot, topic, partition, position})}
-    end
+    look = fn -> Beginning.instead_of(state.config, topic, partition, position) end
+    look_up(state, {slot, topic, partition, position}, look)
+  end
+
+  # Another topic of the same name may be in its place.
+  defp event({:doubted, slot, topic, partition, position, witnesses}, state) do
+    look = fn -> Beginning.doubted(state.config, topic, partition, witnesses) end
+    look_up(state, {slot, topic, partition, position}, look)
   end
 
   defp event({:rebuild, error}, state) do
@@ -980,13 +989,15 @@ defmodule Kmq.Handle do
   end
 
   defp event(:flushed, state) do
-    Enum.each(state.flushers, &GenServer.reply(&1, :ok))
+    Enum.each(state.flushers, &GenServer.reply(&1, {:ok, uncovered(state)}))
     # Closed meanwhile: the end answers them.
     if state.next_flushers != [], do: _ = :kmq_nif.consumer_flush(state.ref)
     %{state | flushers: state.next_flushers, next_flushers: []}
   end
 
   defp event(_other, state), do: state
+
+  defp uncovered(state), do: Map.new(:kmq_nif.consumer_uncovered(state.ref))
 
   # librdkafka logs each lost connection; what matters arrives as an error too.
   defp log_level(level) when level <= 2, do: :error
@@ -1151,29 +1162,50 @@ defmodule Kmq.Handle do
     end
   end
 
-  defp reset(state, {slot, _topic, _partition, _position}, {:resolved, :again}) do
+  # Of a slot whose position is in question; one question at a time.
+  defp look_up(state, {slot, _, _, _} = place, look) do
+    if Enum.any?(state.resets, fn {_, {{s, _, _, _}, _}} -> s == slot end),
+      do: state,
+      else: %{state | resets: Map.put(state.resets, run(look, 0), {place, look})}
+  end
+
+  defp reset(state, {{slot, _topic, _partition, _position}, _look}, {:resolved, :again}) do
     _ = :kmq_nif.consumer_reset(state.ref, slot, -1)
     poll(state)
   end
 
-  defp reset(state, {slot, topic, partition, position}, {:resolved, offset}) do
-    Logger.error(
-      "kmq: #{name(state)}: #{topic}-#{partition}: offset #{position} is not there (retention, or a new topic of the same name); reading goes on at #{offset}"
-    )
-
-    telemetry([:offset_reset], %{from: position, to: offset}, state, %{
-      topic: topic,
-      partition: partition,
-      reason: :out_of_range
-    })
-
-    _ = :kmq_nif.consumer_reset(state.ref, slot, offset)
-    poll(state)
+  defp reset(state, {place, _look}, {:resolved, {:made_anew, offset}}) do
+    begun_again(state, place, offset, :made_anew, fn position ->
+      "the topic was deleted and made anew, and reaches as far as offset #{position} again: it is read from its beginning, at #{offset}"
+    end)
   end
 
-  defp reset(state, {_slot, topic, partition, position} = reset, _crash) do
-    look = fn -> Beginning.instead_of(state.config, topic, partition, position) end
-    %{state | resets: Map.put(state.resets, run(look, 1_000), reset)}
+  defp reset(state, {place, _look}, {:resolved, offset}) do
+    begun_again(state, place, offset, :out_of_range, fn position ->
+      "offset #{position} is not there (retention, or a new topic of the same name); reading goes on at #{offset}"
+    end)
+  end
+
+  defp reset(state, {_place, look} = reset, _crash),
+    do: %{state | resets: Map.put(state.resets, run(look, 1_000), reset)}
+
+  defp begun_again(state, {slot, topic, partition, position}, offset, reason, words) do
+    case :kmq_nif.consumer_reset(state.ref, slot, offset) do
+      # The partition was taken away meanwhile.
+      {:error, :stale} ->
+        state
+
+      _done_or_again ->
+        Logger.error("kmq: #{name(state)}: #{topic}-#{partition}: #{words.(position)}")
+
+        telemetry([:offset_reset], %{from: position, to: offset}, state, %{
+          topic: topic,
+          partition: partition,
+          reason: reason
+        })
+
+        poll(state)
+    end
   end
 
   defp sought(state, {nil, _seeks}, _reason), do: state
@@ -1298,7 +1330,7 @@ defmodule Kmq.Handle do
 
     Enum.each(
       state.flushers ++ state.next_flushers,
-      &GenServer.reply(&1, if(how == :ok, do: :ok, else: reply))
+      &GenServer.reply(&1, if(how == :ok, do: {:ok, uncovered(state)}, else: reply))
     )
 
     {:stop, :normal, %{state | closers: [], flushers: [], next_flushers: []}}
@@ -1314,7 +1346,7 @@ defmodule Kmq.Handle do
     telemetry([:error], %{count: 1}, state, %{error: error})
     telemetry([:fenced], %{count: 1}, state, %{})
     state.borrower && send(state.borrower, {:kmq, state.ref, {:down, error}})
-    {:noreply, leave(stop_resolvers(state))}
+    {:noreply, state |> stop_resolvers() |> give_up() |> leave()}
   end
 
   defp down(error, state) do
@@ -1323,6 +1355,14 @@ defmodule Kmq.Handle do
 
     state.borrower && send(state.borrower, {:kmq, state.ref, {:down, error}})
     {:stop, :normal, state}
+  end
+
+  # The library does not say that its partitions are another's now.
+  defp give_up(state) do
+    case :kmq_nif.consumer_give_up(state.ref) do
+      {:ok, partitions} -> event({:revoked, 0, partitions, true}, state)
+      {:error, :closed} -> state
+    end
   end
 
   @leaving_ms 100

@@ -17,7 +17,7 @@ defmodule Kmq.Telemetry do
   | `[:kmq, :late_ack]` | `count` | `handle, action, reason`, `offsets` | the time limit had passed before: these come again |
   | `[:kmq, :partition]` | `lag`, `buffered`, `started`, `open`, `oldest_open_ms` | `handle, group, topic, partition`, `state` (`:assigned, :paused, :released`) | what it holds of a partition, each `:gauge_interval`; see `Kmq.Info`. Never negative; `lag` is left out where it is not known |
   | `[:kmq, :member]` | `assigned`, `lag`, `buffered`, `started`, `open`, `oldest_open_ms`, `unwritten` | `handle, group` | the sums of it |
-  | `[:kmq, :offset_reset]` | `from`, `to` | `handle, group, topic, partition, reason` | reading went on elsewhere: messages were deleted unread, or the topic is a new one (`:out_of_range`); or it begins without a commit, then there is no `from` (`:no_commit`) |
+  | `[:kmq, :offset_reset]` | `from`, `to` | `handle, group, topic, partition, reason` | reading went on elsewhere: messages were deleted unread, or the topic is a new one (`:out_of_range`); the topic is a new one that has grown past `from` already (`:made_anew`); or it begins without a commit, then there is no `from` (`:no_commit`) |
   | `[:kmq, :recovered]` | `count` | `handle, group, topic`, `what` (`:markers`) | markers that could not be written (`[:kmq, :error]` said so) are written again |
   | `[:kmq, :fenced]` | `count` | `handle, group` | another member has this one's `group_instance_id` |
 

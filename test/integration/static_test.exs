@@ -137,4 +137,60 @@ defmodule Kmq.Integration.StaticTest do
     assert [message] = pull(second, 1)
     assert Kmq.ack(message) == :ok
   end
+
+  for delivery <- [:markers, :offsets] do
+    test "a fenced one has no partitions any more, and confirms nothing that comes again (#{delivery})",
+         %{cluster: cluster} do
+      topic = queue(cluster, 1)
+
+      # No commit comes by itself.
+      options =
+        member(cluster, topic, "same", delivery: unquote(delivery), commit_interval: 600_000)
+
+      first = consumer(options)
+      {covered, uncovered} = ahead_of_commit(cluster, topic, first, [])
+      n = length(covered)
+      second = consumer(options)
+      assert_raise Kmq.Error, fn -> Consumer.pull(first, wait: scaled(20_000)) end
+
+      # What is in work may be finished; nothing else is its own.
+      states = for row <- Kmq.info(first).partitions, do: row.state
+      assert states in [[:released], []]
+      assert Kmq.info(first).total.assigned == 0
+      assert {:error, %Kmq.Error{reason: :not_assigned}} = Kmq.pause(first, {topic, 0})
+
+      if unquote(delivery) == :markers do
+        assert Kmq.ack(covered, sync: true) == :ok
+        assert Kmq.ack(uncovered, sync: true) == {:error, :late}
+        # It is said what is true: it comes again, and what was confirmed does not.
+        assert [%{offset: ^n} = again] = pull(second, 1, 20_000)
+        assert Kmq.ack(again, sync: true) == :ok
+        assert Consumer.pull(second, wait: 500) == []
+      else
+        assert {:error, reason} = Kmq.ack(uncovered, sync: true)
+        assert reason in [:late, :closed]
+        messages = pull(second, n + 1, 20_000)
+        assert Enum.map(messages, & &1.offset) == Enum.to_list(0..n)
+        assert Kmq.ack(messages, sync: true) == :ok
+      end
+    end
+  end
+
+  # For a while after an assignment each hand-out is committed at once, with markers.
+  defp ahead_of_commit(cluster, topic, consumer, covered) do
+    n = length(covered)
+    publish(cluster, topic, ["#{n}"])
+    [message] = pull(consumer, 1, 20_000)
+
+    covered? =
+      try do
+        eventually(fn -> committed(cluster, topic, topic, 1) == [{0, n + 1}] end, 500)
+      rescue
+        ExUnit.AssertionError -> false
+      end
+
+    if covered?,
+      do: ahead_of_commit(cluster, topic, consumer, covered ++ [message]),
+      else: {covered, message}
+  end
 end

@@ -62,6 +62,34 @@ defmodule Kmq.Test.Holder do
     Agent.get_and_update(__MODULE__, take, :infinity)
   end
 
+  @doc "What it has read was looked at: it is known to be of its topics as they are (c_src/nif/witness.c)."
+  @spec looked :: :ok
+  def looked do
+    handle = Agent.get(__MODULE__, fn {consumer, _} -> GenServer.call(consumer, :handle) end)
+    looks = fn -> Kmq.Handle.info(handle).looks end
+    # The first may have been under way already.
+    before = looks.()
+    Kmq.Test.Eventually.eventually(fn -> looks.() >= before + 2 end, 20_000)
+    :ok
+  end
+
+  @doc "Takes more until all these values have come; offsets, attempts and values."
+  @spec until([binary]) :: [{non_neg_integer, pos_integer, binary}]
+  def until(values) do
+    take = fn {consumer, held} ->
+      messages = pull_all(consumer, MapSet.new(values), [])
+      {Enum.map(messages, &{&1.offset, &1.attempt, &1.value}), {consumer, held ++ messages}}
+    end
+
+    Agent.get_and_update(__MODULE__, take, :infinity)
+  end
+
+  defp pull_all(consumer, values, acc) do
+    if Enum.all?(values, fn value -> Enum.any?(acc, &(&1.value == value)) end),
+      do: acc,
+      else: pull_all(consumer, values, acc ++ Kmq.Consumer.pull(consumer, max: 500, wait: 10_000))
+  end
+
   @doc "Settles all it holds by a function of `Kmq`, and these further arguments."
   @spec settle(atom, list) :: Kmq.result()
   def settle(action, arguments) do

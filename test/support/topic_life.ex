@@ -29,6 +29,18 @@ defmodule Kmq.Test.TopicLife do
     eventually(fn -> Kafka.partitions(cluster.hosts, topic) == n end)
   end
 
+  @doc "Deletes what lies before an offset."
+  def delete_records(cluster, topic, partition, before) do
+    {:ok, %{admin_props: props}} = Config.connection(hosts: cluster.hosts)
+
+    :ok =
+      Security.with_admin(
+        props,
+        10_000,
+        &:kmq_nif.admin_delete_records(&1, topic, partition, before, 10_000)
+      )
+  end
+
   defp delete(cluster, topic) do
     :ok = Topics.delete_topic(topic, hosts: cluster.hosts)
     eventually(fn -> Kafka.partitions(cluster.hosts, topic) == 0 end, 10_000)
