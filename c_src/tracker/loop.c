@@ -703,6 +703,7 @@ static void consumer_events(tracker *t)
         case KAFKA_EVENT_UP:
         case KAFKA_EVENT_DOWN: kafka_outage_link(&t->outage, &event, t->now_ms); break;
         case KAFKA_EVENT_STATS:
+        case KAFKA_EVENT_TIMES: /* never asked */
         case KAFKA_EVENT_NONE: break;
         }
         kafka_event_free(&event);

@@ -370,6 +370,7 @@ static void serve(member *m)
         case KAFKA_EVENT_LOG:
         case KAFKA_EVENT_STATS:
         case KAFKA_EVENT_TOKEN:
+        case KAFKA_EVENT_TIMES:
         case KAFKA_EVENT_UP:
         case KAFKA_EVENT_DOWN: break;
         }
