@@ -15,11 +15,17 @@ defmodule Kmq.Sandbox.CooperativeTest do
     |> options(topic,
       assignor: :cooperative_sticky,
       group_id: topic,
-      drain_timeout: 30_000,
+      # What is held here is held as long as the waits may take.
+      drain_timeout: scaled(30_000),
+      lease: scaled(10_000),
+      max_processing_time: scaled(120_000),
       # whose commits are not to be refused
       tracker: :external,
       # The sandbox gives nobody longer than its session to give back.
-      group_config: [session_timeout_seconds: 12, heartbeat_rate_seconds: 1],
+      group_config: [
+        session_timeout_seconds: div(scaled(12_000), 1_000),
+        heartbeat_rate_seconds: 1
+      ],
       kafka_config: [consumer: ["heartbeat.interval.ms": 200]]
     )
     |> Config.new!(:consumer)
