@@ -140,9 +140,9 @@ struct part {
     store store;
     int64_t beyond_since; /* its position is beyond the topic's end, as far as is known; 0: it is not */
     witness witness;
-    int64_t marks_end;    /* offset of its last durable marker */
-    bool restart;         /* its marker topic was made anew: what is held is STARTed there, not renewed */
-    size_t unstarted;     /* kept since its last START was written; at least MARKS_RUN when one must be written again */
+    int64_t marks_end; /* offset of its last durable marker */
+    bool restart;      /* its marker topic was made anew: what is held is STARTed there, not renewed */
+    size_t unstarted;  /* kept since its last START was written; at least MARKS_RUN when one must be written again */
     /* the gate of the first window, or (at most once) of the present one; -1: no commit asked for yet */
     bool gated;
     int64_t gate_offset;
@@ -366,8 +366,8 @@ void witness_on(engine *engine, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
 void witness_answer(engine *engine, const kafka_event *event);
 void witness_keep(engine *engine, const part *part); /* it is given back */
 void witness_recall(engine *engine, part *part);     /* it begins at its commit */
-void witness_same(part *part);             /* it was doubted, and stands where it stood */
-int64_t witness_due(const engine *engine); /* INT64_MAX: what is awaited wakes the owner itself */
+void witness_same(part *part);                       /* it was doubted, and stands where it stood */
+int64_t witness_due(const engine *engine);           /* INT64_MAX: what is awaited wakes the owner itself */
 
 /* -- control.c */
 bool engine_is_paused(const engine *engine, const char *topic, int32_t partition);

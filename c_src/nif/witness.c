@@ -81,8 +81,8 @@ static void look(engine *e, int64_t now)
         part *p = e->active[i];
         p->witness.asking = false;
         if (!prepare(p)) continue;
-        list[n++] = (kafka_partition){
-            .topic = p->topic->name, .partition = p->partition, .offset = p->witness.after_ms + 1};
+        list[n++] =
+            (kafka_partition){.topic = p->topic->name, .partition = p->partition, .offset = p->witness.after_ms + 1};
     }
     e->looking = n && kafka_consumer_times(e->consumer, list, n, LOOK_MS) == KAFKA_OK;
     enif_free(list);
@@ -172,9 +172,12 @@ static void say_doubted(const part *p, ErlNifEnv *env, ERL_NIF_TERM *events)
         ERL_NIF_TERM pair = enif_make_tuple2(env, enif_make_int64(env, r->offset), enif_make_int64(env, r->ms));
         if (r->offset >= 0) list = enif_make_list_cell(env, pair, list);
     }
-    ERL_NIF_TERM event[] = {
-        atoms.doubted, enif_make_int(env, p->slot),           term_text(env, p->topic->name), enif_make_int(env, p->partition),
-        enif_make_int64(env, p->position), list};
+    ERL_NIF_TERM event[] = {atoms.doubted,
+                            enif_make_int(env, p->slot),
+                            term_text(env, p->topic->name),
+                            enif_make_int(env, p->partition),
+                            enif_make_int64(env, p->position),
+                            list};
     *events = enif_make_list_cell(env, enif_make_tuple_from_array(env, event, 6), *events);
 }
 

@@ -588,8 +588,9 @@ static void times_answered(kafka_consumer *consumer, waker *control, bool failed
 {
     kafka_event event = {0};
     bool told = false;
-    kafka_partition asked[3] = {
-        {.topic = "times", .partition = 2, .offset = 1}, {.topic = "times", .offset = 2}, {.topic = "times", .offset = 3}};
+    kafka_partition asked[3] = {{.topic = "times", .partition = 2, .offset = 1},
+                                {.topic = "times", .offset = 2},
+                                {.topic = "times", .offset = 3}};
     asked[2].partition = 1;
     int woken = atomic_load(&control->count);
     assert_int_equal(kafka_consumer_times(consumer, asked, 3, 1000), 0);
@@ -767,12 +768,14 @@ static void error_table(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(error_table),         cmocka_unit_test(wake_ups),      cmocka_unit_test(wake_by_descriptor),
-        cmocka_unit_test(pop_by_bytes),        cmocka_unit_test(destroy_full),  cmocka_unit_test(small_queue),
-        cmocka_unit_test(out_of_range),        cmocka_unit_test(rebalance),     cmocka_unit_test(cooperative),
-        cmocka_unit_test(commit_and_outsider), cmocka_unit_test(missing_topic), cmocka_unit_test(broker_gone),
-        cmocka_unit_test(close_sequence),      cmocka_unit_test(hidden_topic),  cmocka_unit_test(static_closes),
-        cmocka_unit_test(times),
+        cmocka_unit_test(error_table),        cmocka_unit_test(wake_ups),
+        cmocka_unit_test(wake_by_descriptor), cmocka_unit_test(pop_by_bytes),
+        cmocka_unit_test(destroy_full),       cmocka_unit_test(small_queue),
+        cmocka_unit_test(out_of_range),       cmocka_unit_test(rebalance),
+        cmocka_unit_test(cooperative),        cmocka_unit_test(commit_and_outsider),
+        cmocka_unit_test(missing_topic),      cmocka_unit_test(broker_gone),
+        cmocka_unit_test(close_sequence),     cmocka_unit_test(hidden_topic),
+        cmocka_unit_test(static_closes),      cmocka_unit_test(times),
     };
     return cmocka_run_group_tests_name("kafka consumer", tests, start, stop);
 }
