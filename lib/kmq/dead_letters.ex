@@ -144,7 +144,8 @@ defmodule Kmq.DeadLetters do
 
   The position is kept as a consumer group of its own, `<dead letter topic>__redrive`, so an interrupted redrive goes on where it
   stopped, and the next one begins behind it. With a filter or `:to` it is another group for each of them: what one
-  redrive left alone, another one still finds. What both match, both send, as do two of the same group at once.
+  redrive left alone, another one still finds. The same holds for each topic where several share a dead letter topic: only those go back whose
+  `origin` is the topic named, or nobody knows. What both match, both send, as do two of the same group at once.
 
     * `:filter` - which; with a function give it a `:group`
     * `:to` - another topic to send them to; then whoever reads it gets them
@@ -194,6 +195,7 @@ defmodule Kmq.DeadLetters do
         props: props,
         connection: Security.hide(connection),
         to: valid[:to],
+        home: home(topic, valid[:to], valid[:dead_letter_topic]),
         rate: valid[:rate],
         max: valid[:max] || :infinity,
         dry_run: valid[:dry_run],
@@ -206,9 +208,19 @@ defmodule Kmq.DeadLetters do
     end
   end
 
+  # One that has another name may be that of several topics: of their letters only this topic's go back to it.
+  defp home(_topic, to, named) when to != nil or named == nil, do: nil
+  defp home(topic, nil, named), do: if(named != Topics.dead_letter_topic(topic), do: topic)
+
+  defp at_home?(_letter, %{home: nil}), do: true
+  defp at_home?(%{origin: nil}, _run), do: true
+  defp at_home?(%{origin: origin}, %{home: home}), do: elem(origin, 0) == home
+
   # The group that keeps the position.
   defp group(%{group: group}) when is_binary(group), do: group
-  defp group(%{filter: nil, to: nil} = run), do: run.dead_letter_topic <> "__redrive"
+
+  defp group(%{filter: nil, to: nil, home: nil} = run),
+    do: run.dead_letter_topic <> "__redrive"
 
   defp group(%{filter: filter, dry_run: false}) when is_function(filter) do
     raise ArgumentError, "a redrive with a function as its filter needs a :group of its own"
@@ -216,7 +228,8 @@ defmodule Kmq.DeadLetters do
 
   defp group(%{filter: filter, to: to} = run) do
     filter = if is_list(filter), do: Enum.sort(filter), else: filter
-    hash = :crypto.hash(:sha256, inspect({filter || [], to}, limit: :infinity))
+    which = if run.home, do: {filter || [], to, run.home}, else: {filter || [], to}
+    hash = :crypto.hash(:sha256, inspect(which, limit: :infinity))
     encoded = Base.encode16(binary_part(hash, 0, 5), case: :lower)
     run.dead_letter_topic <> "__redrive-" <> encoded
   end
@@ -385,7 +398,9 @@ defmodule Kmq.DeadLetters do
 
   defp send_back(admin, publisher, run, partition, [{letters, from, next} | rest], summary) do
     {wanted, over} =
-      letters |> Enum.filter(&wanted?(&1, run.filter)) |> Enum.split(room(run, summary))
+      letters
+      |> Enum.filter(&(at_home?(&1, run) and wanted?(&1, run.filter)))
+      |> Enum.split(room(run, summary))
 
     next = if over == [], do: next, else: hd(over).offset
     passed = Enum.count(letters, &(&1.offset < next))

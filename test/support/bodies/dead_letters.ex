@@ -168,6 +168,25 @@ defmodule Kmq.Test.Bodies.DeadLetters do
     assert Kmq.ack(again, sync: true) == :ok
   end
 
+  body "where topics share a dead letter topic, each gets its own back", %{cluster: cluster} do
+    dead = queue(cluster, 1, "dead")
+    topics = for name <- ["a", "b"], do: queue(cluster, 1, name)
+    consumer = consumer(options(cluster, topics, dead_letter_topic: dead))
+    for topic <- topics, do: publish(cluster, topic, ["of " <> topic])
+    assert Kmq.reject(pull(consumer, 2), "no") == :ok
+    await_records(cluster, dead, 1, 2)
+    redrive = &DeadLetters.redrive(&1, where(cluster) ++ [dead_letter_topic: dead])
+
+    for topic <- topics do
+      assert redrive.(topic) == {:ok, %{read: 2, redriven: 1, skipped: 1, total: 2}}
+      [back] = pull(consumer, 1)
+      assert {back.topic, back.value, Kmq.ack(back)} == {topic, "of " <> topic, :ok}
+      assert {:ok, %{total: 0}} = redrive.(topic)
+    end
+
+    assert Consumer.pull(consumer, max: 5, wait: 300) == []
+  end
+
   body "a dead letter copied back by hand with all its headers dies with its next failure, or is done as any other",
        %{
          cluster: cluster
