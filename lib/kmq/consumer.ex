@@ -115,7 +115,7 @@ defmodule Kmq.Consumer do
   def stop(consumer, timeout \\ :infinity) do
     timeout = Options.Types.timeout!(timeout)
 
-    with :ok <- Ask.call(__MODULE__, "stop/2", consumer, {:stopper, self()}, @call_margin_ms),
+    with :ok <- Ask.call(__MODULE__, "stop/2", consumer, {:stopper, self()}, timeout),
          do: Ask.stop(__MODULE__, "stop/2", consumer, timeout)
   end
 
