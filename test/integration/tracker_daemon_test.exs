@@ -120,10 +120,10 @@ defmodule Kmq.Integration.TrackerDaemonTest do
 
     eventually(fn ->
       log = File.read!(daemon.log)
-      assert log =~ ~r/Z error alarm reason=missing_topic topic=missing-/
       # It has no option to make it.
-      assert log =~ "does not exist: it is the queue, create it first"
       refute log =~ "create_topics"
+      assert log =~ ~r/Z error alarm reason=missing_topic topic=missing-/
+      assert log =~ "does not exist: it is the queue, create it first"
     end)
 
     assert term(daemon) == 0
