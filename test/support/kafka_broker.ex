@@ -416,7 +416,9 @@ defmodule Kmq.Test.Kafka do
     |> Enum.map_join(fn {name, value} -> "#{name}=#{value}\n" end)
   end
 
-  defp cluster_id, do: Base.url_encode64(:crypto.strong_rand_bytes(16), padding: false)
+  # The first bit is 0: one that began with "-" would be an option to Kafka's tools.
+  defp cluster_id,
+    do: Base.url_encode64(<<0::1, :crypto.strong_rand_bytes(16)::bitstring-127>>, padding: false)
 
   defp format(state) do
     id = if node = state.opts[:node], do: node.id, else: cluster_id()
