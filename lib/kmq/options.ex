@@ -20,7 +20,8 @@ defmodule Kmq.Options do
       type: :pos_integer,
       default: 30,
       doc:
-        "After so long without a heartbeat the group takes a member for dead (`session.timeout.ms`)."
+        "After so long without a heartbeat the group takes a member for dead (`session.timeout.ms`). When another member joins before that is over, an eager " <>
+          "`:assignor` lets the whole group stand still until then: give less here, or `:cooperative_sticky`, or a `:group_instance_id`."
     ],
     heartbeat_rate_seconds: [
       type: :pos_integer,
