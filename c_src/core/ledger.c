@@ -381,8 +381,8 @@ static void forget_own(kmq_ledger *ledger, const kmq_range *ranges, size_t n)
             (void)kmq_limits_remove(&ledger->own, run.lo);
 }
 
-/* These runs, from open and own into late: all or none. */
-static int make_late(kmq_ledger *ledger, const kmq_range *ranges, size_t n)
+/* These runs, of open those below shared_below, from open and own into late: all or none. */
+static int make_late(kmq_ledger *ledger, const kmq_range *ranges, size_t n, int64_t shared_below)
 {
     int rc = KMQ_OK;
     size_t added = 0;
@@ -390,12 +390,25 @@ static int make_late(kmq_ledger *ledger, const kmq_range *ranges, size_t n)
     for (; added < n && rc == KMQ_OK; added += rc == KMQ_OK)
         rc = kmq_offset_set_add(&ledger->late, ranges[added].lo, ranges[added].hi, NULL);
     int64_t lo = ranges[0].lo, hi = ranges[n - 1].hi;
-    if (hi > ledger->overdue_below) hi = ledger->overdue_below;
+    if (hi > shared_below) hi = shared_below;
     if (rc == KMQ_OK && lo < hi) rc = kmq_offset_set_remove(&ledger->open, lo, hi, NULL);
     if (rc == KMQ_OK) forget_own(ledger, ranges, n);
     for (; rc != KMQ_OK && added > 0; added--) /* an undo: cannot fail */
         (void)kmq_offset_set_remove(&ledger->late, ranges[added - 1].lo, ranges[added - 1].hi, NULL);
     kmq_offset_set_release(&ledger->late);
+    return rc;
+}
+
+/* What is open: with a shared limit what is below shared_below, with one of its own what is due by own_due. */
+static int take_late(kmq_ledger *ledger, int64_t shared_below, int64_t own_due, kmq_range *out, size_t max_ranges,
+                     size_t *n)
+{
+    (void)open_runs(ledger, 0, shared_below, own_due, out, max_ranges, n);
+    int rc = *n > 0 ? make_late(ledger, out, *n, shared_below) : KMQ_OK;
+    if (rc == KMQ_OK)
+        forget_late(ledger);
+    else
+        *n = 0;
     return rc;
 }
 
@@ -405,13 +418,14 @@ int kmq_ledger_take_timeouts(kmq_ledger *ledger, int64_t now_ms, kmq_range *out,
     drop_due_blocks(ledger, now_ms);
     if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
     if (now_ms == INT64_MAX) now_ms--; /* INT64_MAX is no limit */
-    (void)open_runs(ledger, 0, ledger->overdue_below, now_ms, out, max_ranges, n);
-    int rc = *n > 0 ? make_late(ledger, out, *n) : KMQ_OK;
-    if (rc == KMQ_OK)
-        forget_late(ledger);
-    else
-        *n = 0;
-    return rc;
+    return take_late(ledger, ledger->overdue_below, now_ms, out, max_ranges, n);
+}
+
+int kmq_ledger_give_up(kmq_ledger *ledger, kmq_range *out, size_t max_ranges, size_t *n)
+{
+    *n = 0;
+    if (ledger->delivery != KMQ_DELIVERY_MARKERS) return KMQ_OK;
+    return take_late(ledger, INT64_MAX, INT64_MAX, out, max_ranges, n);
 }
 
 /* The limit that an open offset got at its hand-out: limits ascend with the offsets. */

@@ -151,6 +151,9 @@ int64_t kmq_ledger_ends(const kmq_ledger *ledger); /* offsets waiting for an END
 /* Open offsets whose limit has passed by now_ms, up to max_ranges ranges, ascending; they are late from now on (the
  * caller writes RETRY timeout). Call again until *n is 0. OK | ENOMEM (*n = 0) */
 int kmq_ledger_take_timeouts(kmq_ledger *ledger, int64_t now_ms, kmq_range *out, size_t max_ranges, size_t *n);
+/* All that is open, whatever its limit, in the same way: it is given to others (the caller writes RETRY released), and whoever settles it from now
+ * on is too late. Call again until *n is 0. OK | ENOMEM (*n = 0) */
+int kmq_ledger_give_up(kmq_ledger *ledger, kmq_range *out, size_t max_ranges, size_t *n);
 int64_t kmq_ledger_next_timeout(const kmq_ledger *ledger); /* ms, INT64_MAX when none */
 /* What a renewal must name: STARTed and not handed out, and open. Ascending from *cursor on (begin with INT64_MIN),
  * which is moved behind what was written; *n = 0 = end. OK */

@@ -143,6 +143,7 @@ struct part {
     int64_t marks_end; /* offset of its last durable marker */
     bool restart;      /* its marker topic was made anew: what is held is STARTed there, not renewed */
     size_t unstarted;  /* kept since its last START was written; at least MARKS_RUN when one must be written again */
+    int64_t unstarted_since;
     /* the gate of the first window, or (at most once) of the present one; -1: no commit asked for yet */
     bool gated;
     int64_t gate_offset;
@@ -218,6 +219,7 @@ struct engine {
     int64_t handed_at;
     /* The same, grown by callers that had to wait, and shrinking by itself; mark numbers: since it grew; last START reported. */
     uint64_t hunger, hungry_since, start_reported;
+    int64_t hunger_at; /* when it shrank last */
     part **active; /* what is assigned: n_active that flow, in round-robin order, and behind them those that leave */
     size_t n_active, n_assigned, cursor, start_cursor, hand_cursor;
     size_t run; /* offsets of the partition at the cursor that were read in a row, since ... */

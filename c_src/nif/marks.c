@@ -561,10 +561,24 @@ void marks_timeouts(engine *e, int64_t now)
     }
 }
 
+/* What is open is late from here on, before its RETRY is written: an ack that came behind it and said ok would be of what others have. */
+static void release_open(engine *e, part *p, int64_t now)
+{
+    for (;;) {
+        size_t n = 0;
+        enif_mutex_lock(p->lock);
+        int rc = kmq_ledger_give_up(&p->ledger, e->ranges, sizeof e->ranges / sizeof *e->ranges, &n);
+        enif_mutex_unlock(p->lock);
+        if (rc || !n) return;
+        write_marks(e, p, KMQ_MARKER_RETRY, e->ranges, n, 0, KMQ_RETRY_RELEASED, 0, NULL, 0, now);
+    }
+}
+
 void marks_release(engine *e, part *p, bool open)
 {
     int64_t cursor = INT64_MIN, now = engine_now();
-    for (;;) {
+    if (open) release_open(e, p, now);
+    for (;;) { /* what waits; open is here only what there was no memory for */
         size_t n = 0;
         enif_mutex_lock(p->lock);
         int rc =

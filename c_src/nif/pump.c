@@ -6,7 +6,8 @@
  *   the queue is empty              librdkafka's call when a first record comes: `hot`, and ready
  *   the queue is not empty          nobody calls. So a take that ends hungry has read all queues that it may read, or (`more`) is called again:
  *                                   its slice was over, or what stood, or took the room, when it read does so no more (`unread`)
- *   not STARTed: too few for a run  more are read, or nothing that flows is STARTed: then any number is a run (`starts_urgent`)
+ *   not STARTed: too few for a run  more are read, or nothing that flows is STARTed: then any number is a run (`starts_urgent`); after START_MS, too,
+ *                                   of which the owner's timer sees to it
  *   START on its way                its report: ready. Failed: the owner's timer at start_pause_until
  *   gated                           its commit's answer: ready; failed: the owner's timer at commit_due. Covered already: open at once
  *   window (at most once)           the same; an answer also says that the next may be asked for
@@ -33,6 +34,8 @@ enum {
     HAND_OUT = 64,  /* messages between two looks at the clock */
     AHEAD_MAX = 65536, /* messages STARTed beside start_ahead, at most */
     AHEAD_FRESH_MS = 200,
+    HUNGER_MS = 100,
+    START_MS = 20,
     RUN_MS = 8,    /* ... for so long: beside a backlog that is worked off slowly the others have their turn */
     SLICE_US = 400 /* a normal scheduler is not held longer than about this */
 };
@@ -285,6 +288,7 @@ static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
     witness_read(p, records, i);
     kafka_records_free(records, n);
     if (n < max && bytes < POP_BYTES) p->hot = false; /* it is empty */
+    if (!p->unstarted) p->unstarted_since = now;
     p->unstarted += kept;
     return kept;
 }
@@ -335,6 +339,14 @@ static void starved(engine *e)
     if (e->hunger > AHEAD_MAX) e->hunger = AHEAD_MAX;
 }
 
+/* It shrinks, also while there are few STARTs: it fills the window with messages that callers who are slow by now will take long to get to. */
+static void sated(engine *e, int64_t now)
+{
+    if (now - e->hunger_at < HUNGER_MS) return;
+    e->hunger -= e->hunger / 8;
+    e->hunger_at = now;
+}
+
 /* Is less than half of what is to be STARTed ahead on its way or durable? With nothing STARTed always: a backlog of few messages would wait for
  * a long run that does not come. */
 static bool starts_urgent(const engine *e, int64_t now)
@@ -348,7 +360,7 @@ static bool starts_urgent(const engine *e, int64_t now)
 }
 
 /* STARTs, each partition in its turn; what the slice has no room for is written with the next poll. Each is a request to the broker: while there is
- * no hurry, a partition that has a backlog waits until it has a long run for one. */
+ * no hurry, a partition that has a backlog waits until it has a long run for one, or START_MS. */
 static void start_some(engine *e, size_t run, int64_t now)
 {
     bool urgent = starts_urgent(e, now);
@@ -359,7 +371,9 @@ static void start_some(engine *e, size_t run, int64_t now)
         }
         e->start_cursor = (e->start_cursor + 1) % e->n_active;
         part *p = e->active[e->start_cursor];
-        if (urgent || !p->hot || p->unstarted >= run || p->n_parks) marks_start(e, p, now);
+        bool waited = p->unstarted && now - p->unstarted_since >= START_MS;
+        if (urgent || waited || !p->hot || p->unstarted >= run || p->n_parks) marks_start(e, p, now);
+        if (p->unstarted && p->hot && now >= p->start_pause_until) engine_notify_owner(e, START_MS);
     }
 }
 
@@ -380,6 +394,22 @@ static bool unread(const engine *e, int64_t want, int64_t now)
     return false;
 }
 
+/* So much of each partition is fetched, however much is of others: where one's backlog fills the window, and its callers are slow to work it off,
+ * the others' messages would wait until there is room. */
+static void fetch_shares(engine *e, size_t bytes, int64_t now, ErlNifTime start)
+{
+    size_t share = (size_t)e->config.start_ahead / e->n_active + 1;
+    for (size_t i = 0; i < e->n_active; i++) {
+        part *p = e->active[(e->cursor + i) % e->n_active];
+        while (flows(p) && p->store.count < share) {
+            size_t before = p->store.bytes;
+            if ((int64_t)bytes >= e->config.store_bytes || slice_over(start)) return;
+            fetch_some(e, p, share - p->store.count, now);
+            bytes += p->store.bytes - before;
+        }
+    }
+}
+
 static void next_run(engine *e, int64_t now)
 {
     e->cursor = (e->cursor + 1) % e->n_active;
@@ -394,6 +424,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
     int64_t count;
     size_t idle = 0, bytes;
     stored(e, &count, &bytes);
+    sated(e, now);
     if (want > 0 && engine_marks(e) && count >= window(e, want, now)) starved(e);
     int64_t room = window(e, want, now) - count;
     bool skipped = false;
@@ -420,6 +451,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
         room -= (int64_t)got;
         idle = p->position > position ? 0 : idle + 1;
     }
+    if (engine_marks(e)) fetch_shares(e, bytes, now, start);
     if (skipped) engine_want_commit(e, now); /* what is skipped moves the floor, too */
     for (size_t i = 0; i < e->n_active; i++)
         if (e->active[i]->lame) engine_notify_owner(e, 0); /* who begins it again */

@@ -933,6 +933,35 @@ static void test_epochs(void **state)
     kmq_ledger_free(&fresh);
 }
 
+/* What is given to others is late from then on, whatever its limit; what was settled before keeps its END. */
+static void test_give_up(void **state)
+{
+    kmq_alloc alloc = kmq_alloc_libc();
+    kmq_ledger ledger;
+    kmq_range out[2];
+    int64_t cursor = INT64_MIN;
+    size_t n;
+    (void)state;
+    assert_int_equal(kmq_ledger_init(&ledger, &alloc, KMQ_DELIVERY_MARKERS, 0, INT64_MAX), KMQ_OK);
+    open_run(&ledger, 0, 10, 0);
+    assert_int_equal(kmq_ledger_settle(&ledger, 2, KMQ_END_ACK), KMQ_OK);
+    assert_int_equal(kmq_ledger_settle(&ledger, 6, KMQ_END_ACK), KMQ_OK);
+    assert_int_equal(kmq_ledger_extend(&ledger, 8, 500), KMQ_OK);
+    assert_int_equal(kmq_ledger_give_up(&ledger, out, 2, &n), KMQ_OK);
+    assert_true(n == 2 && out[0].lo == 0 && out[0].hi == 2 && out[1].lo == 3 && out[1].hi == 6);
+    assert_int_equal(kmq_ledger_settle(&ledger, 4, KMQ_END_ACK), KMQ_ELATE);
+    assert_int_equal(kmq_ledger_give_up(&ledger, out, 2, &n), KMQ_OK);
+    assert_true(n == 1 && out[0].lo == 7 && out[0].hi == 10);
+    assert_int_equal(kmq_ledger_settle(&ledger, 8, KMQ_END_ACK), KMQ_ELATE);
+    assert_int_equal(kmq_ledger_give_up(&ledger, out, 2, &n), KMQ_OK);
+    assert_int_equal(n, 0);
+    assert_int_equal(kmq_ledger_held(&ledger, &cursor, out, 2, &n), KMQ_OK);
+    assert_int_equal(n, 0);
+    assert_int_equal(kmq_ledger_open(&ledger), 0);
+    kmq_ledger_check(&ledger);
+    kmq_ledger_free(&ledger);
+}
+
 static void test_arguments(void **state)
 {
     kmq_alloc alloc = kmq_alloc_libc();
@@ -966,6 +995,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_arguments),
         cmocka_unit_test(test_epochs),
+        cmocka_unit_test(test_give_up),
         cmocka_unit_test(test_model),
         cmocka_unit_test(test_fail_malloc),
         cmocka_unit_test(test_one_open_and_millions_settled),

@@ -1,0 +1,51 @@
+defmodule Kmq.Sandbox.StopTest do
+  # A consumer that stops gives back what is open: from then on nobody acknowledges it with an :ok that means nothing.
+  use Kmq.Test.ClusterCase, on: :sandbox
+
+  test "what was acknowledged with :ok while a consumer stopped is not handed out again", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 2)
+    publish(cluster, topic, for(i <- 1..400, do: {"#{i}", partition: rem(i, 2)}))
+    options = options(cluster, topic) |> Keyword.delete(:name)
+    {:ok, first} = Kmq.Consumer.start_link(options)
+    messages = eventually(fn -> with([] <- some(first, 400), do: nil) end, 20_000)
+    messages = messages ++ pull_all(first, 400 - length(messages))
+
+    # Each answer takes so long: what it gives back is on its way while others go on acknowledging.
+    :ok = Kmq.Sandbox.inject(cluster.sandbox, {:rtt, 1, 300})
+    stop = Task.async(fn -> Kmq.Consumer.stop(first) end)
+
+    answers =
+      for message <- messages do
+        Process.sleep(3)
+        {message.value, Kmq.ack(message)}
+      end
+
+    assert Task.await(stop, 30_000) == :ok
+    :ok = Kmq.Sandbox.inject(cluster.sandbox, {:rtt, 1, 0})
+    done = for {value, :ok} <- answers, into: MapSet.new(), do: value
+    assert MapSet.size(done) in 1..399
+
+    {:ok, second} = Kmq.Consumer.start_link(options)
+    # A late ack may still come in time for the tracker: of the others as many as come.
+    assert Enum.filter(until_none(second), &(&1.value in done)) == []
+    :ok = Kmq.Consumer.stop(second)
+  end
+
+  defp some(consumer, max), do: Kmq.Consumer.pull(consumer, max: max, wait: 1_000)
+
+  defp until_none(consumer) do
+    case Kmq.Consumer.pull(consumer, max: 400, wait: 3_000) do
+      [] -> []
+      messages -> messages ++ until_none(consumer)
+    end
+  end
+
+  defp pull_all(_consumer, 0), do: []
+
+  defp pull_all(consumer, n) do
+    messages = eventually(fn -> with([] <- some(consumer, n), do: nil) end, 20_000)
+    messages ++ pull_all(consumer, n - length(messages))
+  end
+end
