@@ -58,6 +58,17 @@ defmodule Kmq.Advice do
      nil}
   ]
 
+  # One that was there for a second and is lost was let in: librdkafka asks for TLS and SASL all the same.
+  defp rows(text) do
+    case Regex.run(~r/after (\d+)ms in state UP/, text) do
+      [_, ms] when byte_size(ms) > 3 ->
+        [{["Disconnected"], "the broker has closed the connection", "is a broker there?"}]
+
+      _new ->
+        []
+    end ++ @connections
+  end
+
   @doc """
   The error of a broken connection in our words. With `advice?: false` without the question what to look at.
 
@@ -70,7 +81,7 @@ defmodule Kmq.Advice do
     with [_, who, text, name] <-
            Regex.run(~r/\A(.*?[^ ]+:\d+(?:\/[^ ]+)?: )(.*) (\(_[A-Z_]+\))\z/s, error.message),
          {_, what, look} <-
-           Enum.find(@connections, fn {words, _, _} -> String.contains?(text, words) end) do
+           Enum.find(rows(text), fn {words, _, _} -> String.contains?(text, words) end) do
       advice = if look != nil and Keyword.get(options, :advice?, true), do: ": " <> look
       %{error | message: "#{who}#{what}#{advice} #{name}"}
     else

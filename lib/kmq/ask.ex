@@ -72,7 +72,7 @@ defmodule Kmq.Ask do
           {:ok, pid | {atom, node}} | {:error, Error.t()}
   def whereis(module, function, server) do
     case process(module, function, server) do
-      nil -> {:error, closed(module)}
+      nil -> {:error, closed(module, server)}
       pid when is_pid(pid) and node(pid) == node() -> looked_at(module, function, server, pid)
       elsewhere -> {:ok, elsewhere}
     end
@@ -86,7 +86,7 @@ defmodule Kmq.Ask do
     case resolve(name) do
       :no_name ->
         raise ArgumentError,
-              "#{inspect(module)}.#{function} takes #{a(module)}, its pid or its name, got: #{inspect(name, limit: 5)}"
+              "#{asked(module, function)} takes #{a(module)}, its pid or its name, got: #{inspect(name, limit: 5)}"
 
       process ->
         process
@@ -113,7 +113,11 @@ defmodule Kmq.Ask do
   end
 
   defp wrong(module, function, server),
-    do: "#{inspect(module)}.#{function} takes #{a(module)}, and #{inspect(server)} is "
+    do: "#{asked(module, function)} takes #{a(module)}, and #{inspect(server)} is "
+
+  # Some are functions of Kmq itself.
+  defp asked(_module, "Kmq." <> _ = function), do: function
+  defp asked(module, function), do: "#{inspect(module)}.#{function}"
 
   # What runs there: one of ours, or nil.
   defp what(pid), do: Info.module(pid) || starting(pid)
@@ -145,6 +149,13 @@ defmodule Kmq.Ask do
   @doc "It has ended."
   @spec closed(module) :: Error.t()
   def closed(module), do: Error.new(:closed, "the #{word(module)} is closed")
+
+  @doc "Nobody has that name: it has ended, or the name is mistyped."
+  @spec closed(module, term) :: Error.t()
+  def closed(module, name) do
+    text = "the #{word(module)} is closed: nobody is registered as #{inspect(name, limit: 5)}"
+    Error.new(:closed, text)
+  end
 
   defp ended(module, {:nodedown, node}) do
     text = "the node of the #{word(module)}, #{node}, is out of reach"

@@ -63,7 +63,8 @@ defmodule Kmq.Backoff do
     if Enum.all?(list, &(is_integer(&1) and &1 in 0..@longest)),
       do: {:ok, {:list, list, 0.0}},
       else:
-        {:error, "expected a backoff list of non-negative integers (ms), got: #{inspect(list)}"}
+        {:error,
+         "expected a backoff list of integers from 0 to #{@longest} (ms, 366 days), got: #{inspect(list)}"}
   end
 
   # Normal forms are their own normal form: a validated option may be validated again.
@@ -110,7 +111,7 @@ defmodule Kmq.Backoff do
   defp ms(value, name),
     do:
       {:error,
-       "expected #{inspect(name)} of the backoff to be ms, a non-negative integer, got: #{inspect(value)}"}
+       "expected #{inspect(name)} of the backoff to be ms, an integer from 0 to #{@longest} (366 days), got: #{inspect(value)}"}
 
   defp ordered(min, max) when min <= max, do: :ok
 

@@ -98,9 +98,9 @@ defmodule Kmq.CommandLine do
   end
 
   @doc "Of a pipeline: what was given of its topics and its group."
-  @spec queue(keyword) :: keyword
-  def queue(options) do
-    topics = Keyword.get_values(options, :topic)
+  @spec queue(keyword, [String.t()]) :: keyword
+  def queue(options, words \\ []) do
+    topics = Keyword.get_values(options, :topic) ++ words
 
     if(topics == [], do: [], else: [topics: topics]) ++
       if(options[:group], do: [group_id: options[:group]], else: [])

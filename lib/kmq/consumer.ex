@@ -40,7 +40,9 @@ defmodule Kmq.Consumer do
   @spec start_link(keyword) :: GenServer.on_start()
   def start_link(options) do
     config = Config.new!(options, :consumer)
-    GenServer.start_link(__MODULE__, config, Keyword.take(options, [:name]))
+
+    with :ok <- Kmq.Application.started(),
+         do: GenServer.start_link(__MODULE__, config, Keyword.take(options, [:name]))
   end
 
   @doc "For a supervisor; it leaves a stop the time to hand back what is not settled."

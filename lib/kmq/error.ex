@@ -66,6 +66,7 @@ defmodule Kmq.Error do
     * `:create_time` - a marker topic does not stamp its records on arrival (`LogAppendTime`)
     * `:compacted` - a topic is compacted that must not be
     * `:closed` - the handle, consumer, publisher, tracker or sandbox is closed, or its node is out of reach
+    * `:not_started` - the application `:kmq` is not started
     * `:timeout` - not done in the time given; it may still be done later
     * `:unknown_call` - a process of Kmq was asked what it does not know, by a `GenServer.call/2` of one's own
     * `:queue_full` - the publisher's local queue had no room in the time given

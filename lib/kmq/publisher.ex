@@ -107,7 +107,9 @@ defmodule Kmq.Publisher do
   def start_link(options) do
     case Config.publisher(options) do
       {:ok, valid, derived} ->
-        GenServer.start_link(__MODULE__, {valid, derived}, Keyword.take(options, [:name]))
+        with :ok <- Kmq.Application.started(),
+             do:
+               GenServer.start_link(__MODULE__, {valid, derived}, Keyword.take(options, [:name]))
 
       {:error, error} ->
         raise ArgumentError, error.message
@@ -226,8 +228,8 @@ defmodule Kmq.Publisher do
   @doc false
   @spec receipt_secret(GenServer.server()) :: {:ok, binary | nil} | {:error, Error.t()}
   def receipt_secret(publisher) do
-    local(publisher, :receipt_secret, [], "receipt_secret/1", fn pid ->
-      with {:ok, info} <- lookup(pid, "receipt_secret/1"), do: {:ok, info.receipt_secret.()}
+    local(publisher, :receipt_secret, [], "Kmq.settle/3", fn pid ->
+      with {:ok, info} <- lookup(pid, "Kmq.settle/3"), do: {:ok, info.receipt_secret.()}
     end)
   end
 
@@ -249,7 +251,7 @@ defmodule Kmq.Publisher do
       pid when is_pid(pid) and node(pid) == node() -> fun.(pid)
       pid when is_pid(pid) -> there(node(pid), function, [pid | args])
       {name, node} -> there(node, function, [name | args])
-      nil -> {:error, closed()}
+      nil -> {:error, Ask.closed(__MODULE__, publisher)}
     end
   end
 

@@ -156,6 +156,8 @@ defmodule Kmq.Receipt do
 
   @causes %{failed: {0, 1}, released: {2, 0}, snoozed: {3, 0}, rejected: {4, 3}}
 
+  @verdicts ":ack, :discard, :release, {:snooze, ms}, :retry, {:retry, ms | backoff}, :reject or {:reject, reason}"
+
   @doc "The record that says so: `{topic, value, options}` for a publisher."
   @spec marker(t, Kmq.verdict()) :: {String.t(), binary, keyword}
   def marker(receipt, verdict) do
@@ -168,7 +170,7 @@ defmodule Kmq.Receipt do
       {:retry, delay} -> again(receipt, :failed, delay(delay, receipt.attempt), nil)
       :reject -> again(receipt, :rejected, 0, nil)
       {:reject, reason} -> again(receipt, :rejected, 0, Kmq.reason_text(reason))
-      other -> raise ArgumentError, "no verdict on a message: #{inspect(other)}"
+      other -> raise ArgumentError, "expected a verdict, #{@verdicts}, got: #{inspect(other)}"
     end
   end
 

@@ -109,7 +109,9 @@ defmodule Kmq.Sandbox do
   @spec start_link([option]) :: GenServer.on_start()
   def start_link(opts \\ []) do
     opts = Options.validate!(opts, @options)
-    GenServer.start_link(__MODULE__, with_partitions(opts), Keyword.take(opts, [:name]))
+
+    with :ok <- Kmq.Application.started(),
+         do: GenServer.start_link(__MODULE__, with_partitions(opts), Keyword.take(opts, [:name]))
   end
 
   @doc """

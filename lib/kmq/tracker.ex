@@ -135,6 +135,7 @@ defmodule Kmq.Tracker do
   @spec start_link(keyword) :: GenServer.on_start() | {:error, Error.t()}
   def start_link(options) do
     with {:ok, config} <- Config.new(options, :tracker),
+         :ok <- Kmq.Application.started(),
          {:ok, _partitions} <- Topics.prepare(config) do
       GenServer.start_link(__MODULE__, {config, nil}, Keyword.take(options, [:name]))
     end

@@ -54,7 +54,7 @@ defmodule Kmq.BadInputTest do
           {"retry", fn -> Kmq.retry(@message, delay: -1) end,
            "invalid value for :delay option: expected a delay of 0 to 2592000000 ms (30 days), got: -1"},
           {"retry", fn -> Kmq.retry(@message, delay: :soon) end,
-           "invalid value for :delay option: expected {:exponential, options}, {:linear, options} or a list of ms, got: :soon"},
+           "invalid value for :delay option: expected ms, a function of the attempt and the reason, {:exponential, options}, {:linear, options} or a list of ms, got: :soon"},
           {"ack", fn -> Kmq.ack([@message, 1]) end,
            "expected a Kmq.Message or a list of them, got: 1"},
           {"ack", fn -> Kmq.ack([@message, %{@message | slot: 2}, nil]) end,

@@ -13,8 +13,10 @@ defmodule Kmq.ErrorTest do
            "publisher: h:9092/1: the broker closes each new connection: do :ssl and :sasl of :client_config fit this listener? (_TRANSPORT)"},
           {"h:9092/bootstrap: Disconnected while requesting ApiVersion: might be caused by incorrect security.protocol configuration (connecting to a SSL listener?) or broker version is < 0.10 (see api.version.request) (after 0ms in state APIVERSION_QUERY) (_TRANSPORT)",
            "h:9092/bootstrap: the broker closes each new connection: do :ssl and :sasl of :client_config fit this listener? (_TRANSPORT)"},
-          {"GroupCoordinator: h:9092: Disconnected (after 4940ms in state UP) (_TRANSPORT)",
+          {"GroupCoordinator: h:9092: Disconnected (after 940ms in state UP) (_TRANSPORT)",
            "GroupCoordinator: h:9092: the broker has closed the connection (_TRANSPORT)"},
+          {"h:9092/1: Disconnected: verify that security.protocol is correctly configured, broker might require SASL authentication (after 4940ms in state UP) (_TRANSPORT)",
+           "h:9092/1: the broker has closed the connection: is a broker there? (_TRANSPORT)"},
           {"h:9092/1: Failed to resolve 'h:9092': Name or service not known (after 1ms in state CONNECT) (_RESOLVE)",
            "h:9092/1: its name cannot be resolved: is it right in :hosts, and in the broker's advertised.listeners? (_RESOLVE)"},
           {"h:9092/1: Connection setup timed out in state CONNECT (after 30028ms in state CONNECT) (_TRANSPORT)",
@@ -25,6 +27,26 @@ defmodule Kmq.ErrorTest do
         ] do
       assert Kmq.Advice.connection(Error.new(:transport, text)).message == ours
     end
+  end
+
+  test "without the application: what to start" do
+    start = """
+    for start <- [
+          fn -> Kmq.Consumer.start_link(hosts: "127.0.0.1:1", topics: ["a"], group_id: "g") end,
+          fn -> Kmq.Publisher.start_link(hosts: "127.0.0.1:1") end,
+          fn -> Kmq.Sandbox.start_link() end,
+          fn -> Kmq.Tracker.start_link(hosts: "127.0.0.1:1", topics: ["a"], group_id: "g") end
+        ] do
+      {:error, %Kmq.Error{reason: :not_started} = error} = start.()
+      IO.puts(error.message)
+    end
+    """
+
+    ebin = to_charlist(Application.app_dir(:kmq, "ebin"))
+    {out, 0} = System.cmd("elixir", ["-pa", "#{ebin}", "-e", start], stderr_to_stdout: true)
+    said = String.split(out, "\n", trim: true)
+    assert length(said) == 4
+    assert Enum.all?(said, &(&1 =~ "Application.ensure_all_started(:kmq)"))
   end
 
   test "Kafka's names become reasons, unknown ones no atoms" do

@@ -188,6 +188,10 @@ defmodule Kmq.OptionsTest do
       {"h", "\"h\" has no port, write \"h:9092\""},
       {"::1:9092",
        "\"::1:9092\" is ambiguous, write an IPv6 address in brackets: \"[::1]:9092\""},
+      {"http://a:9092",
+       "\"http://a:9092\": hosts are host:port without a scheme; TLS is :ssl of :client_config"},
+      {["ssl://h"],
+       "\"ssl://h\": hosts are host:port without a scheme; TLS is :ssl of :client_config"},
       {"h:0", "\"h:0\": a port is between 1 and 65535"},
       {"h:70000", "\"h:70000\": a port is between 1 and 65535"},
       {"h:9092,", "an empty entry (a comma too many?)"},
@@ -256,7 +260,9 @@ defmodule Kmq.OptionsTest do
   test "backoffs that cannot be" do
     for {value, text} <- [
           {{:exponential, min: -1},
-           "expected :min of the backoff to be ms, a non-negative integer, got: -1"},
+           "expected :min of the backoff to be ms, an integer from 0 to 31622400000 (366 days), got: -1"},
+          {{:linear, step: 1.0e300},
+           "expected :step of the backoff to be ms, an integer from 0 to 31622400000 (366 days), got: 1.0e300"},
           {{:exponential, factor: 0.5},
            "expected :factor of the backoff to be between 1 and 1000, got: 0.5"},
           {{:exponential, jitter: 2},
@@ -264,7 +270,8 @@ defmodule Kmq.OptionsTest do
           {{:linear, factor: 2}, "unknown option :factor of the backoff"},
           {{:linear, [1]}, "expected the backoff's options to be a keyword list, got: [1]"},
           {List.duplicate(1, 65), "expected a backoff list of at most 64 waits, got: 65"},
-          {[1, :b], "expected a backoff list of non-negative integers (ms), got: [1, :b]"},
+          {[1, :b],
+           "expected a backoff list of integers from 0 to 31622400000 (ms, 366 days), got: [1, :b]"},
           {fn _, _ -> 1 end,
            "a function works for explicit retries only (on_failure: {:retry, function}), the tracker is C"}
         ] do

@@ -124,7 +124,11 @@ defmodule Kmq.ReceiptTest do
              {"kmq-flags", "0"}
            ]
 
-    assert_raise ArgumentError, fn -> Receipt.marker(receipt, :done) end
+    for verdict <- [:done, {:snooze, "x"}] do
+      assert_raise ArgumentError, ~r/^expected a verdict, :ack, .*{:snooze, ms}, .*got: /, fn ->
+        Receipt.marker(receipt, verdict)
+      end
+    end
 
     assert_raise ArgumentError, ~r/^a receipt takes no function: give ms or a backoff/, fn ->
       Receipt.marker(receipt, {:retry, fn _attempt, _reason -> 5 end})

@@ -16,7 +16,7 @@ defmodule Kmq.Sandbox.AskTest do
     {Publisher, "flush/2", &Publisher.flush/1},
     {Publisher, "queued/1", &Publisher.queued/1},
     {Publisher, "close/2", &Publisher.close/1},
-    {Publisher, "receipt_secret/1", &__MODULE__.settle/1},
+    {Publisher, "Kmq.settle/3", &__MODULE__.settle/1},
     {Sandbox, "bootstrap/1", &Sandbox.bootstrap/1},
     {Sandbox, "create_topic/3", &__MODULE__.create_topic/1},
     {Sandbox, "create_topic/3", &__MODULE__.create_some_topic/1},
@@ -34,6 +34,9 @@ defmodule Kmq.Sandbox.AskTest do
   def create_topic(to), do: Sandbox.create_topic(to, "t")
   def create_some_topic(to), do: Sandbox.create_topic(to, "t", 1)
   def inject(to), do: Sandbox.inject(to, {:rtt, 1, 0})
+
+  defp asked(_kind, "Kmq." <> _ = function), do: function
+  defp asked(kind, function), do: "#{inspect(kind)}.#{function}"
 
   defp start(module, options) do
     start_supervised!(%{
@@ -71,7 +74,7 @@ defmodule Kmq.Sandbox.AskTest do
       is = if other == Agent, do: "no process of Kmq", else: "a #{inspect(other)}"
 
       assert error.message ==
-               "#{inspect(kind)}.#{function} takes a #{inspect(kind)}, and #{inspect(pid)} is #{is}"
+               "#{asked(kind, function)} takes a #{inspect(kind)}, and #{inspect(pid)} is #{is}"
 
       assert Process.alive?(pid)
     end
@@ -116,7 +119,7 @@ defmodule Kmq.Sandbox.AskTest do
       error = assert_raise(ArgumentError, fn -> call.(other) end)
 
       assert error.message ==
-               "#{inspect(kind)}.#{function} takes a #{inspect(kind)}, its pid or its name, got: #{inspect(other)}"
+               "#{asked(kind, function)} takes a #{inspect(kind)}, its pid or its name, got: #{inspect(other)}"
     end
   end
 
@@ -138,6 +141,7 @@ defmodule Kmq.Sandbox.AskTest do
 
       assert {function, error.reason} == {function, :closed}
       assert error.message =~ "is closed"
+      if server != dead, do: assert(error.message =~ "nobody is registered as #{inspect(server)}")
     end
 
     for server <- [dead, :nobody],

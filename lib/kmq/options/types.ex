@@ -118,7 +118,17 @@ defmodule Kmq.Options.Types do
   @doc "ms, a backoff or a function of attempt and reason."
   @spec retry_delay(term) :: result
   def retry_delay(value) do
-    with {:ok, {:retry, delay}} <- disposition({:retry, value}), do: {:ok, delay}
+    case disposition({:retry, value}) do
+      {:ok, {:retry, delay}} ->
+        {:ok, delay}
+
+      {:error, "expected {:exponential, options}" <> _} ->
+        {:error,
+         "expected ms, a function of the attempt and the reason, {:exponential, options}, {:linear, options} or a list of ms, got: #{inspect(value)}"}
+
+      {:error, message} ->
+        {:error, message}
+    end
   end
 
   @doc "What is there now, and what is known but comes with a later version."
@@ -542,6 +552,14 @@ defmodule Kmq.Options.Types do
   end
 
   defp host_text(text) do
+    if text =~ "://",
+      do:
+        {:error,
+         "#{inspect(text)}: hosts are host:port without a scheme; TLS is :ssl of :client_config"},
+      else: host_and_port(text)
+  end
+
+  defp host_and_port(text) do
     case String.split(text, ":") do
       [_host] ->
         {:error, "#{inspect(text)} has no port, write \"#{text}:9092\""}

@@ -128,9 +128,14 @@ defmodule Mix.Tasks.Kmq.DeadLetters do
 
   # A line now and then, on standard error: standard output is the result.
   defp progress(options) do
+    Process.delete(__MODULE__)
+
     fn summary ->
-      unless options[:json],
-        do: IO.puts(:stderr, "#{summary.redriven + summary.skipped} of #{summary.total}")
+      line = "#{summary.redriven + summary.skipped} of #{summary.total}"
+
+      # The last one comes again at the end.
+      unless options[:json] || Process.put(__MODULE__, line) == line,
+        do: IO.puts(:stderr, line)
     end
   end
 

@@ -17,7 +17,7 @@ defmodule Mix.Tasks.Kmq.Inspect do
   It reads them as well, as one that belongs to no group: it disturbs nobody. A million takes some seconds; what takes longer than one says
   on standard error how far it is.
 
-    * `--topic` - the queue topic; several times for several
+    * `--topic` - the queue topic; several times for several. It may stand there without `--topic`
     * `--group` - the consumer group
     * `--hosts` - brokers to ask first (`localhost:9092`)
     * `--options` - a file with a keyword list of further options of the pipeline
@@ -35,8 +35,8 @@ defmodule Mix.Tasks.Kmq.Inspect do
     run(args, @moduledoc, switches, &show/3, topics: "--topic", group_id: "--group")
   end
 
-  defp show([], options, connection) do
-    pipeline = Keyword.merge(connection, queue(options))
+  defp show(topics, options, connection) do
+    pipeline = Keyword.merge(connection, queue(options, topics))
     since = System.monotonic_time(:millisecond)
 
     # Whoever has waited for a second is told for what.
@@ -49,8 +49,6 @@ defmodule Mix.Tasks.Kmq.Inspect do
       put(%{partitions: partitions}, options, fn _ -> plain(partitions) end)
     end
   end
-
-  defp show(_words, _options, _connection), do: {:usage, "expected no words, only options"}
 
   defp plain(partitions) do
     now = System.os_time(:millisecond)

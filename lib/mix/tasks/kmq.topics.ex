@@ -6,7 +6,7 @@ defmodule Mix.Tasks.Kmq.Topics do
       mix kmq.topics create --topic orders --group shop --hosts kafka-1:9092
       mix kmq.topics check  --topic orders --group shop
 
-    * `--topic` - the queue topic; several times for several
+    * `--topic` - the queue topic; several times for several. Without `--topic` it may stand behind `create` or `check`
     * `--group` - the consumer group
     * `--hosts` - brokers to ask first (`localhost:9092`)
     * `--options` - a file with a keyword list of further options of the pipeline (`[client_config: [ssl: true]]`)
@@ -25,8 +25,8 @@ defmodule Mix.Tasks.Kmq.Topics do
     run(args, @moduledoc, switches, &topics/3, topics: "--topic", group_id: "--group")
   end
 
-  defp topics([what], options, connection) when what in ["create", "check"] do
-    pipeline = Keyword.merge(connection, queue(options))
+  defp topics([what | topics], options, connection) when what in ["create", "check"] do
+    pipeline = Keyword.merge(connection, queue(options, topics))
 
     result =
       if what == "create", do: Kmq.Topics.create(pipeline), else: Kmq.Topics.check(pipeline)

@@ -50,6 +50,9 @@ defmodule Kmq.Test.Bodies.Tasks do
 
     assert {0, out, ""} = mix(Tasks.Topics, ["create" | of])
     assert out =~ ~r/TOPIC\s+PARTITIONS\n#{topic}\s+2\n/
+    by_word = [topic | List.delete(of, topic) -- ["--topic"]]
+    assert {0, _, ""} = mix(Tasks.Topics, ["check" | by_word])
+    assert {0, _, ""} = mix(Tasks.Inspect, by_word)
     assert {0, out, ""} = mix(Tasks.Topics, ["check", "--json" | of])
     assert out == ~s({"partitions":{"#{topic}":2}}\n)
 
@@ -103,7 +106,8 @@ defmodule Kmq.Test.Bodies.Tasks do
     assert out =~ ~r/origin\s+#{topic}\/#{bad.partition}\/#{bad.offset}/
     assert String.ends_with?(out, bad.value <> "\n")
 
-    assert {0, out, _} = mix(Tasks.DeadLetters, ["redrive", topic, "--dry-run"] ++ hosts)
+    assert {0, out, err} = mix(Tasks.DeadLetters, ["redrive", topic, "--dry-run"] ++ hosts)
+    assert length(String.split(err, "1 of 1\n")) == 2
     assert out == "1 would go back, 0 were left alone, 1 of 1 read\n"
     assert {0, out, ""} = mix(Tasks.DeadLetters, ["redrive", topic, "--json"] ++ hosts)
     assert out == ~s({"read":1,"redriven":1,"skipped":0,"total":1}\n)
