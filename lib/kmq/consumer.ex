@@ -24,10 +24,20 @@ defmodule Kmq.Consumer do
   @call_margin_ms 5_000
 
   # waiting: pulls that found nothing, oldest first: [{from, max, timer, monitor}]
-  # pullers: who has pulled, where an end waits for what is in work
+  # pullers: who has pulled, where an end waits for what is in work; stoppers: who is told how it ended
   # opening: the monitor of the process that opens the handle anew; it may take as long as Kafka does, and pulls must end in time
   # fenced: why it is no member any more, for good
-  defstruct [:config, :key, :handle, :monitor, :opening, :fenced, waiting: [], pullers: %{}]
+  defstruct [
+    :config,
+    :key,
+    :handle,
+    :monitor,
+    :opening,
+    :fenced,
+    waiting: [],
+    pullers: %{},
+    stoppers: []
+  ]
 
   @pull [
     max: [type: {:custom, Options.Types, :integer_in, [1, 1_000_000]}, default: 1],
@@ -105,7 +115,12 @@ defmodule Kmq.Consumer do
   defdelegate update_topics(consumer, topics), to: Kmq.Control
 
   @doc """
-  Leaves the group: acks and commits are written, what is not settled comes again (after its lease).
+  Leaves the group: acks and commits are written, what is not settled goes back and comes again at once, at no attempt.
+
+  It does not wait for messages that other processes hold. What they acknowledge afterwards is told `:late` or `:closed`, and has come again: let them finish first.
+
+  What could not be written within `:drain_timeout`, as without a broker, is `{:error, %Kmq.Error{reason: :timeout}}`: the consumer has ended all the same,
+  and what was acknowledged last may come again.
 
   With `delivery: :offsets` it waits, for `:drain_timeout` at most, while another process that has pulled is alive and something is in work: that may
   still be settled. For what the caller itself has pulled it does not wait.
@@ -117,8 +132,25 @@ defmodule Kmq.Consumer do
   def stop(consumer, timeout \\ :infinity) do
     timeout = Options.Types.timeout!(timeout)
 
-    with :ok <- Ask.call(__MODULE__, "stop/2", consumer, {:stopper, self()}, timeout),
-         do: Ask.stop(__MODULE__, "stop/2", consumer, timeout)
+    # Nothing comes to an alias that is none any more: a caller whose time was over finds no message of it.
+    tell = :erlang.alias()
+
+    try do
+      with :ok <- Ask.call(__MODULE__, "stop/2", consumer, {:stopper, self(), tell}, timeout),
+           :ok <- Ask.stop(__MODULE__, "stop/2", consumer, timeout),
+           do: said(tell)
+    after
+      :erlang.unalias(tell)
+      said(tell)
+    end
+  end
+
+  defp said(tell) do
+    receive do
+      {^tell, %Error{} = error} -> {:error, error}
+    after
+      0 -> :ok
+    end
   end
 
   # ---- GenServer
@@ -158,8 +190,10 @@ defmodule Kmq.Consumer do
 
   def handle_call(:handle, _from, state), do: {:reply, state.handle, state}
 
-  def handle_call({:stopper, pid}, _from, state),
-    do: {:reply, :ok, %{state | pullers: Map.delete(state.pullers, pid)}}
+  def handle_call({:stopper, pid, tell}, _from, state) do
+    pullers = Map.delete(state.pullers, pid)
+    {:reply, :ok, %{state | pullers: pullers, stoppers: [tell | state.stoppers]}}
+  end
 
   def handle_call(request, _from, state), do: {:reply, Ask.unknown(__MODULE__, request), state}
 
@@ -251,6 +285,7 @@ defmodule Kmq.Consumer do
 
     with {:error, error} <- Handle.close(state.handle, state.config.drain_timeout, drain?) do
       Logger.warning("kmq: #{inspect(state.key)}: closed, but not in order: #{inspect(error)}")
+      Enum.each(state.stoppers, &send(&1, {&1, error}))
     end
 
     :ok

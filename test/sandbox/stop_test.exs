@@ -33,6 +33,25 @@ defmodule Kmq.Sandbox.StopTest do
     :ok = Kmq.Consumer.stop(second)
   end
 
+  test "what could not be written in time is told to who stops it, and to nobody else" do
+    sandbox = start_supervised!({Kmq.Sandbox, topics: %{"orders" => 1}}, id: :own)
+    cluster = %{kind: :sandbox, hosts: Kmq.Sandbox.bootstrap(sandbox)}
+    publish(cluster, "orders", ["flour"])
+    {:ok, consumer} = Kmq.Consumer.start_link(options(cluster, "orders", drain_timeout: 1_000))
+    [message] = pull(consumer, 1)
+    :ok = Kmq.Sandbox.inject(sandbox, {:broker_down, 1})
+    :ok = Kmq.ack(message)
+
+    log =
+      ExUnit.CaptureLog.capture_log(fn ->
+        assert {:error, %Kmq.Error{reason: :timeout}} = Kmq.Consumer.stop(consumer)
+      end)
+
+    assert log =~ "closed, but not in order"
+    refute Process.alive?(consumer)
+    refute_received {_alias, %Kmq.Error{}}
+  end
+
   defp some(consumer, max), do: Kmq.Consumer.pull(consumer, max: max, wait: 1_000)
 
   defp until_none(consumer) do
