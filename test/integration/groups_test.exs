@@ -296,10 +296,11 @@ defmodule Kmq.Integration.GroupsTest do
 
       consumer = consumer(options(cluster, topic, start_ahead: 50))
       handle = GenServer.call(consumer, :handle)
-      settled(handle, 50)
+      # and as many again in shares, one for each partition
+      settled(handle, 50 + 4 * 13)
       taken = Kmq.Consumer.pull(consumer, max: 1, wait: 10_000)
       assert length(taken) == 1
-      settled(handle, 60)
+      settled(handle, 60 + 4 * 13)
       Kmq.ack(taken)
 
       # 32 MiB, and what is popped at once beyond it: up to 256 messages.

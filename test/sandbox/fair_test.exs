@@ -37,6 +37,25 @@ defmodule Kmq.Sandbox.FairTest do
     assert Enum.count(slowly(handle, 200), &(&1 == 1)) == 5
   end
 
+  test "also where callers that were fast, and had much STARTed for them, become slow", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 2)
+    publish(cluster, topic, for(i <- 1..40_000, do: {"#{i}", partition: 0}))
+    {:ok, handle} = Handle.open(Config.new!(options(cluster, topic), :consumer), {__MODULE__, 3})
+    :ok = Handle.attach(handle, self())
+    on_exit(fn -> Handle.close(handle, 5_000) end)
+
+    quickly(handle, 10_000)
+    started = fn -> Handle.info(handle).partitions |> Enum.map(& &1.started) |> Enum.sum() end
+    eventually(fn -> assert started.() > 2_500 end, 20_000)
+    publish(cluster, topic, for(i <- 1..5, do: {"#{i}", partition: 1}))
+    assert Enum.count(slowly(handle, 200), &(&1 == 1)) == 5
+  end
+
+  defp quickly(_handle, n) when n <= 0, do: :ok
+  defp quickly(handle, n), do: quickly(handle, n - length(taken(handle, 2_000)))
+
   # One after the other, each handled for 10 ms.
   defp slowly(handle, n) do
     for _ <- 1..n do
@@ -47,5 +66,10 @@ defmodule Kmq.Sandbox.FairTest do
   end
 
   defp taken(handle, max \\ 5),
-    do: for({_slot, _topic, partition, _} <- Handle.take(handle, max), do: partition)
+    do:
+      for(
+        {_slot, _topic, partition, records} <- Handle.take(handle, max),
+        _ <- records,
+        do: partition
+      )
 end
