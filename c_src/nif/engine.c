@@ -418,9 +418,14 @@ void engine_close_begin(engine *e, int64_t deadline, bool drain)
     e->close_drain_until = deadline - (reserve < 2000 ? reserve : 2000);
     e->close_step = CLOSE_DRAIN;
     e->close_waits = drain;
+    e->close_uncovered = e->n_uncovered;
     if (engine_marks(e)) close_join(e, now);
     engine_notify_owner(e, 0);
 }
+
+/* Of a close whose time is over: whether anything of what was settled may come again for that. A member that held nothing (its group had not let it in
+ * yet, or gave it nothing) has lost nothing, however little its brokers answered. */
+static bool close_complete(const engine *e) { return marks_settled(e) && e->n_uncovered == e->close_uncovered; }
 
 static void close_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t now)
 {
@@ -449,10 +454,11 @@ static void close_on(engine *e, ErlNifEnv *env, ERL_NIF_TERM *events, int64_t no
             if (atomic_load(&e->pending) && e->flush_due <= now) marks_flush(e, now);
             return;
         }
+        bool complete = !over || close_complete(e);
         destroy_clients(e);
         e->state = ENGINE_CLOSED;
         *events =
-            enif_make_list_cell(env, enif_make_tuple2(env, atoms.closed, over ? atoms.timeout : atoms.ok), *events);
+            enif_make_list_cell(env, enif_make_tuple2(env, atoms.closed, complete ? atoms.ok : atoms.timeout), *events);
     }
 }
 

@@ -47,8 +47,8 @@ defmodule Kmq.Advice do
   # What librdkafka says of a connection, in the words of the options: what it is, and what to look at. The first that fits.
   @connections [
     {["security.protocol", "SSL listener", "SASL authentication"],
-     "the broker closes each new connection",
-     "do :ssl and :sasl of :client_config fit this listener?"},
+     "the broker has closed a new connection",
+     "it stops or starts just now; or, if this goes on, :ssl and :sasl of :client_config do not fit this listener"},
     {["Connection refused"], "the connection is refused", "does a broker listen there?"},
     {["ailed to resolve", "not known", "resolution"], "its name cannot be resolved",
      "is it right in :hosts, and in the broker's advertised.listeners?"},
@@ -58,7 +58,8 @@ defmodule Kmq.Advice do
      nil}
   ]
 
-  # One that was there for a second and is lost was let in: librdkafka asks for TLS and SASL all the same.
+  # One that was there for a second and is lost was let in: librdkafka asks for TLS and SASL all the same. Of one that is lost sooner nobody can
+  # tell which it was: a broker that restarts, or one that wants TLS.
   defp rows(text) do
     case Regex.run(~r/after (\d+)ms in state UP/, text) do
       [_, ms] when byte_size(ms) > 3 ->

@@ -147,11 +147,11 @@ defmodule Kmq.Ask do
   # ---- what comes of it
 
   @doc "It has ended."
-  @spec closed(module) :: Error.t()
+  @spec closed(module | String.t()) :: Error.t()
   def closed(module), do: Error.new(:closed, "the #{word(module)} is closed")
 
   @doc "Nobody has that name: it has ended, or the name is mistyped."
-  @spec closed(module, term) :: Error.t()
+  @spec closed(module | String.t(), term) :: Error.t()
   def closed(module, name) do
     text = "the #{word(module)} is closed: nobody is registered as #{inspect(name, limit: 5)}"
     Error.new(:closed, text)
@@ -173,6 +173,7 @@ defmodule Kmq.Ask do
     )
   end
 
+  defp word(word) when is_binary(word), do: word
   defp word(module), do: module |> Module.split() |> List.last() |> String.downcase()
 
   # ---- of the process asked

@@ -15,7 +15,7 @@ defmodule Kmq.Control do
   def pause(server, partitions, pause?) do
     wanted = if partitions == :all, do: :all, else: Enum.map(listed(partitions), &partition!/1)
 
-    with {:ok, handles} <- handles(server) do
+    with {:ok, handles, _missing} <- handles(server) do
       assigned = assigned(handles)
       wanted = if wanted == :all, do: Map.keys(assigned), else: wanted
 
@@ -43,7 +43,7 @@ defmodule Kmq.Control do
     place = partition!(place)
     to = place!(to)
 
-    with {:ok, handles} <- handles(server) do
+    with {:ok, handles, _missing} <- handles(server) do
       case assigned(handles) do
         %{^place => handle} -> GenServer.call(handle.pid, {:seek, place, to}, @seek_ms)
         _ -> result([place], server)
@@ -97,18 +97,28 @@ defmodule Kmq.Control do
   @spec update_topics(term, [String.t()]) :: :ok | {:error, Error.t()}
   def update_topics(server, topics) do
     with :ok <- topics!(topics),
-         {:ok, [first | _] = handles} <- handles(server),
+         {:ok, [first | _] = handles, missing} <- handles(server),
          {:ok, config} <- ask(first, {:with_topics, topics}),
-         {:ok, _partitions} <- Topics.prepare(config) do
-      each(handles, &ask(&1, {:update_topics, topics}))
+         {:ok, _partitions} <- Topics.prepare(config),
+         :ok <- each(handles, &ask(&1, {:update_topics, topics})) do
+      if missing == 0, do: :ok, else: {:error, unconnected(server, missing, length(handles))}
     else
-      {:ok, []} ->
+      {:ok, [], _missing} ->
         message = "#{inspect(server)} has no connection just now"
         {:error, Error.new(:closed, message, retriable?: true)}
 
       error ->
         error
     end
+  end
+
+  # It would go on with the topics it had, as soon as it has a connection again.
+  defp unconnected(server, missing, connected) do
+    text =
+      "#{missing} of the #{missing + connected} members of #{inspect(server)} have no connection just now, and the topics they had: " <>
+        "call it again"
+
+    Error.new(:closed, text, retriable?: true)
   end
 
   # Also when nobody is there to say so.
@@ -142,18 +152,19 @@ defmodule Kmq.Control do
         do: {{p.topic, p.partition}, handle}
   end
 
+  @kind "consumer or pipeline"
+
+  # {:ok, those of its members that have a connection, how many have none}
   defp handles(server) do
-    if ended?(server) do
-      {:error, Error.new(:closed, "#{inspect(server)} is closed: nothing runs there just now")}
-    else
+    with :ok <- runs(server) do
       case Info.find(server) do
         {kind, _name, _group, keys} when kind in [:consumer, :pipeline] ->
-          {:ok,
-           for(
-             {_index, key} <- keys,
-             {pid, ref} <- Registry.lookup(Kmq.Registry, {:native, key}),
-             do: %Handle{pid: pid, ref: ref}
-           )}
+          handles =
+            for {_index, key} <- keys,
+                {pid, ref} <- Registry.lookup(Kmq.Registry, {:native, key}),
+                do: %Handle{pid: pid, ref: ref}
+
+          {:ok, handles, length(keys) - length(handles)}
 
         _other ->
           raise ArgumentError,
@@ -163,11 +174,16 @@ defmodule Kmq.Control do
   end
 
   # A process that was there, or a name that stands for nothing; a pipeline has one that nothing need run by.
-  defp ended?(server) do
+  defp runs(server) do
     case Ask.resolve(server) do
-      pid when is_pid(pid) and node(pid) == node() -> not Process.alive?(pid)
-      nil -> not Info.pipeline?(server)
-      _elsewhere_or_no_name -> false
+      pid when is_pid(pid) and node(pid) == node() ->
+        if Process.alive?(pid), do: :ok, else: {:error, Ask.closed(@kind)}
+
+      nil ->
+        if Info.pipeline?(server), do: :ok, else: {:error, Ask.closed(@kind, server)}
+
+      _elsewhere_or_no_name ->
+        :ok
     end
   end
 

@@ -118,9 +118,22 @@ defmodule Kmq.Info do
     end
   end
 
+  # Its producers; and where one is just started again, the member of the group that waits for it.
   defp members(name) do
     # Names may look like patterns: they are compared, not matched.
-    for {{:producer, {^name, index}, group}} <- registered_producers(), do: {index, group}
+    producers =
+      for {{:producer, {^name, index}, group}} <- registered_producers(),
+          into: %{},
+          do: {index, group}
+
+    members =
+      for {{^name, index}, pid} <- registered_members(),
+          is_integer(index) and not is_map_key(producers, index),
+          {_pid, receipts} <- Registry.lookup(Kmq.Registry, {:receipts, pid}),
+          into: producers,
+          do: {index, receipts.group}
+
+    Map.to_list(members)
   end
 
   defp registered_producers do
@@ -129,6 +142,9 @@ defmodule Kmq.Info do
        [{{{{:producer, {{:"$1", :"$2"}}, :"$3"}}}}]}
     ])
   end
+
+  defp registered_members,
+    do: Registry.select(Kmq.Registry, [{{{:native, :"$1"}, :"$2", :_}, [], [{{:"$1", :"$2"}}]}])
 
   # ---- looking
 

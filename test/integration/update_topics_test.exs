@@ -167,6 +167,42 @@ defmodule Kmq.Integration.UpdateTopicsTest do
     refute_received {:handled, _, _, _}
   end
 
+  test "a producer without a connection keeps the topics it had, and that is said", %{
+    cluster: cluster
+  } do
+    [a, b] = topics(cluster, ["a", "b"], 2)
+    name = __MODULE__.Unconnected
+    options = options(cluster, a)
+
+    {:ok, host} =
+      StageHost.start_link(name: name, producer: {Producer, options}, producers: 2, handler: & &1)
+
+    eventually(
+      fn -> assert %{members: [_, _], total: %{assigned: 2}} = Kmq.info(name) end,
+      20_000
+    )
+
+    [{handle, _}] = Registry.lookup(Kmq.Registry, {:handle, {name, 1}})
+    Process.exit(handle, :kill)
+    # Its producer takes a second until it opens another one.
+    eventually(fn ->
+      assert [%{connected?: true}, %{connected?: false}] = Kmq.info(name).members
+    end)
+
+    assert {:error, %Error{reason: :closed, retriable?: true, message: message}} =
+             Producer.update_topics(name, [b])
+
+    assert message =~ "1 of the 2 members of #{inspect(name)}"
+    eventually(fn -> assert Producer.update_topics(name, [b]) == :ok end, 20_000)
+
+    for index <- 0..1 do
+      [{handle, _}] = Registry.lookup(Kmq.Registry, {:handle, {name, index}})
+      assert %{config: %Config{topics: [^b]}} = :sys.get_state(handle)
+    end
+
+    StageHost.stop(host)
+  end
+
   # {partition, offset} of all messages of the queue but the one that nobody reads yet.
   defp handled_offsets(cluster, topic) do
     Enum.sort(

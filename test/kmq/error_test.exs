@@ -10,9 +10,9 @@ defmodule Kmq.ErrorTest do
   test "a lost connection, in our words" do
     for {text, ours} <- [
           {"publisher: h:9092/1: Disconnected: verify that security.protocol is correctly configured, broker might require SASL authentication (after 2ms in state UP) (_TRANSPORT)",
-           "publisher: h:9092/1: the broker closes each new connection: do :ssl and :sasl of :client_config fit this listener? (_TRANSPORT)"},
+           "publisher: h:9092/1: the broker has closed a new connection: it stops or starts just now; or, if this goes on, :ssl and :sasl of :client_config do not fit this listener (_TRANSPORT)"},
           {"h:9092/bootstrap: Disconnected while requesting ApiVersion: might be caused by incorrect security.protocol configuration (connecting to a SSL listener?) or broker version is < 0.10 (see api.version.request) (after 0ms in state APIVERSION_QUERY) (_TRANSPORT)",
-           "h:9092/bootstrap: the broker closes each new connection: do :ssl and :sasl of :client_config fit this listener? (_TRANSPORT)"},
+           "h:9092/bootstrap: the broker has closed a new connection: it stops or starts just now; or, if this goes on, :ssl and :sasl of :client_config do not fit this listener (_TRANSPORT)"},
           {"GroupCoordinator: h:9092: Disconnected (after 940ms in state UP) (_TRANSPORT)",
            "GroupCoordinator: h:9092: the broker has closed the connection (_TRANSPORT)"},
           {"h:9092/1: Disconnected: verify that security.protocol is correctly configured, broker might require SASL authentication (after 4940ms in state UP) (_TRANSPORT)",
@@ -35,7 +35,16 @@ defmodule Kmq.ErrorTest do
           fn -> Kmq.Consumer.start_link(hosts: "127.0.0.1:1", topics: ["a"], group_id: "g") end,
           fn -> Kmq.Publisher.start_link(hosts: "127.0.0.1:1") end,
           fn -> Kmq.Sandbox.start_link() end,
-          fn -> Kmq.Tracker.start_link(hosts: "127.0.0.1:1", topics: ["a"], group_id: "g") end
+          fn -> Kmq.Tracker.start_link(hosts: "127.0.0.1:1", topics: ["a"], group_id: "g") end,
+          # As Broadway does, which makes an error of its start_link of what is raised.
+          fn ->
+            producer = {OffBroadway.Kmq.Producer, hosts: "127.0.0.1:1", topics: ["a"], group_id: "g"}
+            try do
+              OffBroadway.Kmq.Producer.prepare_for_start(nil, producer: [module: producer])
+            rescue
+              error in Kmq.Error -> {:error, error}
+            end
+          end
         ] do
       {:error, %Kmq.Error{reason: :not_started} = error} = start.()
       IO.puts(error.message)
@@ -45,7 +54,7 @@ defmodule Kmq.ErrorTest do
     ebin = to_charlist(Application.app_dir(:kmq, "ebin"))
     {out, 0} = System.cmd("elixir", ["-pa", "#{ebin}", "-e", start], stderr_to_stdout: true)
     said = String.split(out, "\n", trim: true)
-    assert length(said) == 4
+    assert length(said) == 5
     assert Enum.all?(said, &(&1 =~ "Application.ensure_all_started(:kmq)"))
   end
 

@@ -144,14 +144,16 @@ defmodule Kmq.Sandbox.AskTest do
       if server != dead, do: assert(error.message =~ "nobody is registered as #{inspect(server)}")
     end
 
-    for server <- [dead, :nobody],
+    for server <- [dead, :nobody, {:global, :nobody}],
         call <- [
           &Kmq.pause(&1, {"t", 0}),
           &Kmq.resume(&1, :all),
           &Kmq.seek(&1, {"t", 0}, :end),
           &Consumer.update_topics(&1, ["t"])
         ] do
-      assert {:error, %Error{reason: :closed}} = call.(server)
+      assert {:error, %Error{reason: :closed} = error} = call.(server)
+      nobody = if server == dead, do: "", else: ": nobody is registered as #{inspect(server)}"
+      assert error.message == "the consumer or pipeline is closed" <> nobody
     end
   end
 
@@ -175,6 +177,18 @@ defmodule Kmq.Sandbox.AskTest do
     for task <- waiting, do: assert(%Error{reason: :closed} = Task.await(task))
     assert {:error, %Error{reason: :closed}} = Consumer.stop(consumer)
     assert {:error, %Error{reason: :closed}} = Consumer.flush(consumer)
+  end
+
+  # Its member of the group lives on, and a new producer takes it.
+  test "a pipeline whose only producer is just started again", %{cluster: cluster} do
+    config = Kmq.Config.new!(options(cluster, queue(cluster, 1)), :producer)
+    {:ok, handle} = Kmq.Handle.open(config, {:kmq_ask_test_restarting, 0})
+    on_exit(fn -> Kmq.Handle.close(handle, 5_000) end)
+    info = Kmq.info(:kmq_ask_test_restarting)
+    assert %{kind: :pipeline, members: [%{index: 0, connected?: true}]} = info
+    assert info.group == config.group_id
+    assert Kmq.pause(:kmq_ask_test_restarting, :all) == :ok
+    assert Consumer.update_topics(:kmq_ask_test_restarting, config.topics) == :ok
   end
 
   # It may have something in work that the end waits for.

@@ -52,6 +52,16 @@ defmodule Kmq.Sandbox.StopTest do
     refute_received {_alias, %Kmq.Error{}}
   end
 
+  # It has what is empty: nothing of it can come again.
+  test "one that holds nothing has lost nothing, however slow the broker" do
+    sandbox = start_supervised!({Kmq.Sandbox, topics: %{"orders" => 1}}, id: :own)
+    cluster = %{kind: :sandbox, hosts: Kmq.Sandbox.bootstrap(sandbox)}
+    {:ok, consumer} = Kmq.Consumer.start_link(options(cluster, "orders", drain_timeout: 1_000))
+    eventually(fn -> assert %{assigned: 1} = Kmq.info(consumer).total end, 20_000)
+    :ok = Kmq.Sandbox.inject(sandbox, {:rtt, 1, 60_000})
+    assert Kmq.Consumer.stop(consumer) == :ok
+  end
+
   defp some(consumer, max), do: Kmq.Consumer.pull(consumer, max: max, wait: 1_000)
 
   defp until_none(consumer) do

@@ -168,7 +168,8 @@ defmodule OffBroadway.Kmq.Producer do
       OffBroadway.Kmq.Producer.update_topics(Shop.Orders, ["orders", "returns"])
 
   It lasts as long as the pipeline: after a start it reads the topics of its options again. When it fails for one of several producers, call
-  it again. `{:error, %Kmq.Error{reason: :closed}}`: nothing runs by that name just now.
+  it again. `{:error, %Kmq.Error{reason: :closed}}`: nothing runs by that name just now, or, as the message says, some of its producers have no
+  connection and keep the topics they had.
   """
   @spec update_topics(pipeline :: term, [String.t()]) :: :ok | {:error, Error.t()}
   defdelegate update_topics(pipeline, topics), to: Kmq.Control
@@ -182,8 +183,10 @@ defmodule OffBroadway.Kmq.Producer do
     config = Config.new!(options, :producer)
     refuse_partition_by(config.ordering, broadway)
 
-    case Topics.prepare(config) do
-      {:ok, _partitions} -> :ok
+    with :ok <- Kmq.Application.started(),
+         {:ok, _partitions} <- Topics.prepare(config) do
+      :ok
+    else
       {:error, error} -> raise error
     end
 

@@ -458,6 +458,36 @@ defmodule Kmq.Test.Bodies.Actions do
     )
   end
 
+  body "what waits is asked again when it comes, by the filter of that time", %{cluster: cluster} do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, for(v <- ~w(failed snoozed done), do: {v, tags: ["vip"]}))
+    options = options(cluster, topic, backoff: [500]) |> Keyword.delete(:name)
+    first = consumer(options ++ [filter: [tags: ["vip"]]])
+    messages = pull(first, 3)
+    [failed, snoozed, done] = Enum.sort_by(messages, & &1.offset)
+    assert Kmq.retry(failed, delay: 500) == :ok
+    assert Kmq.snooze(snoozed, 500) == :ok
+    assert Kmq.ack(done, sync: true) == :ok
+    assert Consumer.stop(first) == :ok
+
+    second = consumer(options ++ [filter: [tags: ["press"]]])
+    # Both copies are there, and done: nothing is open, nothing was handed out, nothing is dead.
+    await_records(cluster, topic, 1, 5)
+
+    eventually(
+      fn ->
+        assert committed(cluster, options[:group_id], topic, 1) == [{0, 5}]
+        where = Keyword.take(options, [:hosts, :topics, :group_id])
+        assert {:ok, [%{open: 0}]} = Kmq.Inspect.partitions(where)
+      end,
+      20_000
+    )
+
+    assert Consumer.pull(second, max: 5) == []
+    assert Enum.to_list(Kmq.DeadLetters.stream(topic, hosts: cluster.hosts)) == []
+    assert Consumer.stop(second) == :ok
+  end
+
   # ---- receipts
 
   @secret "a secret of the shop"
