@@ -637,6 +637,7 @@ void engine_free(engine *e)
     }
     for (int32_t i = e->first_slot; i < e->n_slots; i++)
         if (e->slots[i]) engine_part_free(e->slots[i]);
+    store_pool_free(&e->store_pool);
     for (size_t i = 0; i < e->n_topics; i++) {
         enif_free(e->topics[i]->name);
         enif_free(e->topics[i]->marker_name);

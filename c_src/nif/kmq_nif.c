@@ -1,6 +1,11 @@
 /* kmq_nif - load, and the table of functions: what blocks is declared dirty, the rest stays well under a millisecond. */
 #include "resource.h"
 
+#include <stdlib.h>
+#include <string.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #include "backoff.h"
 #include "engine.h"
 #include "kafka.h"
@@ -261,11 +266,25 @@ static ErlNifFunc functions[] = {
     {"admin_read", 6, nif_admin_read, ERL_NIF_DIRTY_JOB_IO_BOUND},
 };
 
+/* librdkafka allocates a buffer of about a megabyte for each answer of a broker. glibc would soon stop asking the kernel for fresh pages each time (it
+ * learns from the sizes that are freed), but for the VM, which sets another of its limits at its start and so ends the learning. Then each page of
+ * each answer is a fault. What the user has set himself holds. */
+static void memory_load(void)
+{
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__)
+    enum { KEPT = 32 << 20 }; /* as far as glibc itself would go */
+    const char *tunables = getenv("GLIBC_TUNABLES");
+    if (getenv("MALLOC_MMAP_THRESHOLD_") || (tunables && strstr(tunables, "glibc.malloc.mmap_threshold"))) return;
+    (void)mallopt(M_MMAP_THRESHOLD, KEPT);
+#endif
+}
+
 static int load(ErlNifEnv *env, void **priv, ERL_NIF_TERM info)
 {
     int abi;
     *priv = NULL;
     if (!enif_get_int(env, info, &abi) || abi != KMQ_NIF_ABI) return 1;
+    memory_load();
     atoms_load(env);
     engine_clock_load();
     return isolate_load() && resources_load(env) ? 0 : 2;

@@ -7,7 +7,7 @@
 struct store_block {
     store_block *next;
     size_t read, write, size;
-    _Alignas(16) unsigned char bytes[];
+    _Alignas(int64_t) unsigned char bytes[]; /* as the entries are; the VM aligns to no more */
 };
 
 enum { NO_LENGTH = -1 };
@@ -26,7 +26,41 @@ typedef struct packed_header {
     int32_t value_len;
 } packed_header;
 
-void store_init(store *s) { *s = (struct store){0}; }
+void store_init(store *s, store_pool *pool) { *s = (struct store){.pool = pool}; }
+
+void store_pool_free(store_pool *pool)
+{
+    while (pool->blocks) {
+        store_block *block = pool->blocks;
+        pool->blocks = block->next;
+        enif_free(block);
+    }
+    pool->n = 0;
+}
+
+static store_block *block_new(store_pool *pool, size_t room)
+{
+    store_block *block = pool && room == STORE_BLOCK ? pool->blocks : NULL;
+    if (block) {
+        pool->blocks = block->next;
+        pool->n--;
+    } else {
+        block = enif_alloc(sizeof *block + room);
+    }
+    if (block) *block = (store_block){.size = room};
+    return block;
+}
+
+static void block_free(store_pool *pool, store_block *block)
+{
+    if (!pool || pool->n >= STORE_POOL || block->size != STORE_BLOCK) {
+        enif_free(block);
+        return;
+    }
+    block->next = pool->blocks;
+    pool->blocks = block;
+    pool->n++;
+}
 
 static store_entry *first_entry(const store *s) { return (store_entry *)(void *)(s->first->bytes + s->first->read); }
 
@@ -48,7 +82,7 @@ static void drop_entry(store *s, store_entry *entry)
     if (block->read < block->write) return;
     s->first = block->next;
     if (!s->first) s->last = NULL;
-    enif_free(block);
+    block_free(s->pool, block);
 }
 
 void store_free(store *s)
@@ -61,7 +95,7 @@ void store_free(store *s)
         }
         drop_entry(s, entry);
     }
-    store_init(s);
+    store_init(s, s->pool);
 }
 
 static unsigned char *reserve(store *s, size_t size)
@@ -69,11 +103,8 @@ static unsigned char *reserve(store *s, size_t size)
     store_block *block = s->last;
     if (!block || block->size - block->write < size) {
         size_t room = size > STORE_BLOCK ? size : STORE_BLOCK;
-        block = enif_alloc(sizeof *block + room);
+        block = block_new(s->pool, room);
         if (!block) return NULL;
-        block->next = NULL;
-        block->read = block->write = 0;
-        block->size = room;
         if (s->last)
             s->last->next = block;
         else

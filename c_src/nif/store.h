@@ -18,10 +18,19 @@
 #include <erl_nif.h>
 #include "kafka.h"
 
-enum { STORE_BLOCK = 64 * 1024, STORE_LARGE = 8 * 1024 };
+enum { STORE_BLOCK = 64 * 1024, STORE_LARGE = 8 * 1024, STORE_POOL = 64 };
 
 typedef struct store_block store_block;
+
+/* Blocks that were read to their end, for all stores of an engine: the VM would give their pages back, and fresh ones are a page fault each. The last
+ * one is in the cache still. At most STORE_POOL of them, 4 MiB. */
+typedef struct store_pool {
+    store_block *blocks;
+    size_t n;
+} store_pool;
+
 typedef struct store {
+    store_pool *pool; /* NULL: none */
     store_block *first, *last;
     size_t count;
     size_t bytes;   /* of keys, values and headers, for the engine's bound */
@@ -37,7 +46,8 @@ typedef struct store_kmq {
     bool crashed;       /* its last cause was a crash */
 } store_kmq;
 
-void store_init(store *store);
+void store_pool_free(store_pool *pool);
+void store_init(store *store, store_pool *pool);
 void store_free(store *store);
 /* Copies the record and its headers. false = no memory, unchanged. */
 bool store_push(store *store, const kafka_record *record, const kafka_header *headers, size_t n_headers,
