@@ -399,7 +399,7 @@ static ERL_NIF_TERM read_records(ErlNifEnv *env, admin *a, const char *topic, in
     int64_t *offsets = enif_alloc(n * sizeof *offsets);
     kafka_error err = {0};
     reading r = {.no_memory = offsets == NULL};
-    store_init(&r.store, NULL);
+    store_init(&r.store, NULL, STORE_LARGE);
     if (!offsets) n = 0;
     for (size_t i = 0; i < n; i++) offsets[i] = from + (int64_t)i;
     int rc = reader_open(a, &err);

@@ -105,7 +105,7 @@ static part *part_new(engine *e, engine_topic *topic, int32_t partition, int64_t
                 .flush_to = -1};
     p->retries_tail = &p->retries;
     witness_init(&p->witness);
-    store_init(&p->store, &e->store_pool);
+    store_init(&p->store, &e->store_pool, engine_marks(e) ? STORE_LARGE_WAITS : STORE_LARGE);
     kmq_offset_set_init(&p->letters, &core_alloc);
     p->lock = enif_mutex_create((char *)(uintptr_t) "kmq:partition");
     if (!p->lock ||

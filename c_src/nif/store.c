@@ -26,7 +26,7 @@ typedef struct packed_header {
     int32_t value_len;
 } packed_header;
 
-void store_init(store *s, store_pool *pool) { *s = (struct store){.pool = pool}; }
+void store_init(store *s, store_pool *pool, size_t large) { *s = (struct store){.pool = pool, .large = large}; }
 
 void store_pool_free(store_pool *pool)
 {
@@ -95,7 +95,7 @@ void store_free(store *s)
         }
         drop_entry(s, entry);
     }
-    store_init(s, s->pool);
+    store_init(s, s->pool, s->large);
 }
 
 static unsigned char *reserve(store *s, size_t size)
@@ -128,7 +128,7 @@ bool store_push(store *s, const kafka_record *record, const kafka_header *header
     size_t headers_len = 0;
     for (size_t i = 0; i < n_headers; i++)
         headers_len += sizeof(packed_header) + strlen(headers[i].name) + (headers[i].value ? headers[i].value_len : 0);
-    bool large = record->value && record->value_len >= STORE_LARGE;
+    bool large = record->value && record->value_len >= s->large;
     size_t value_len = large ? sizeof(ErlNifBinary) : record->value ? record->value_len : 0;
     size_t key_len = record->key ? record->key_len : 0;
     size_t size = sizeof(store_entry) + key_len + value_len + headers_len;

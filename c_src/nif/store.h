@@ -8,7 +8,8 @@
  *
  * librdkafka's own message must not outlive the call that popped it (a held one pins megabytes and blocks destroy), and
  * at that moment no process has asked for it yet; so the bytes are copied here once, and once more into the binary of whoever
- * takes it. Values from STORE_LARGE on go straight into the binary that is handed out: one copy.
+ * takes it. Large values go straight into the binary that is handed out: one copy. Large is what two copies cost more than an allocation: STORE_LARGE,
+ * while the bytes are still in the cache when they are taken; where they wait for their START first they are not, and STORE_LARGE_WAITS is enough.
  *
  * Invariants: (1) count = entries between read and write; (2) only the last block is written; (3) a block is freed when its last
  * entry is taken. Costs: push and take O(bytes). Thread rule: the engine's lock. */
@@ -18,7 +19,7 @@
 #include <erl_nif.h>
 #include "kafka.h"
 
-enum { STORE_BLOCK = 64 * 1024, STORE_LARGE = 8 * 1024, STORE_POOL = 64 };
+enum { STORE_BLOCK = 64 * 1024, STORE_LARGE = 8 * 1024, STORE_LARGE_WAITS = 512, STORE_POOL = 64 };
 
 typedef struct store_block store_block;
 
@@ -31,6 +32,7 @@ typedef struct store_pool {
 
 typedef struct store {
     store_pool *pool; /* NULL: none */
+    size_t large;     /* in bytes */
     store_block *first, *last;
     size_t count;
     size_t bytes;   /* of keys, values and headers, for the engine's bound */
@@ -47,7 +49,7 @@ typedef struct store_kmq {
 } store_kmq;
 
 void store_pool_free(store_pool *pool);
-void store_init(store *store, store_pool *pool);
+void store_init(store *store, store_pool *pool, size_t large);
 void store_free(store *store);
 /* Copies the record and its headers. false = no memory, unchanged. */
 bool store_push(store *store, const kafka_record *record, const kafka_header *headers, size_t n_headers,
