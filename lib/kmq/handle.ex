@@ -24,6 +24,7 @@ defmodule Kmq.Handle do
     Control,
     Error,
     Info,
+    Lanes,
     LetterWriter,
     Noted,
     Receipt,
@@ -98,9 +99,13 @@ defmodule Kmq.Handle do
     GenServer.start_link(__MODULE__, args, name: {:via, Registry, {Kmq.Registry, {:handle, key}}})
   end
 
-  @doc "Wake-ups go to `pid`, which then calls `take/2` until it gives fewer than asked for."
-  @spec attach(t, pid) :: :ok | {:error, Error.t()}
-  def attach(%__MODULE__{pid: handle}, pid), do: call(handle, {:attach, pid}, 10_000)
+  @doc """
+  Wake-ups go to `pid`, which then calls `take/2` until it gives fewer than asked for. `lanes`: where it counts what it emits; what a borrower
+  before it had taken and not passed on when it ended must come again.
+  """
+  @spec attach(t, pid, Lanes.t() | nil) :: :ok | {:error, Error.t()}
+  def attach(%__MODULE__{pid: handle}, pid, lanes \\ nil),
+    do: call(handle, {:attach, pid, lanes}, 10_000)
 
   @doc "At most `max` messages. Fewer: a `{:kmq, ref, :ready}` comes when there are more."
   @spec take(t, non_neg_integer) :: [batch]
@@ -373,6 +378,8 @@ defmodule Kmq.Handle do
           # monitor => the borrower that told of this worker; a worker has died, and its borrower has not made that good yet
           workers: %{},
           worker_gone: false,
+          # What its borrower counts with, where an order is kept.
+          lanes: nil,
           letters: nil,
           timer: nil,
           timer_at: nil,
@@ -504,12 +511,17 @@ defmodule Kmq.Handle do
       else: {:reply, :closing, close_begin(state, state.config.drain_timeout)}
   end
 
-  def handle_call({:attach, pid}, _from, %{worker_gone: true} = state) do
-    _ = :kmq_nif.consumer_again(state.ref)
-    handle_call({:attach, pid}, nil, %{state | worker_gone: false})
-  end
+  def handle_call({:attach, pid, lanes}, _from, state) do
+    state =
+      if state.worker_gone or lost?(state.lanes, lanes) do
+        _ = :kmq_nif.consumer_again(state.ref)
+        # At once: what comes next must not be handed out before it.
+        poll(%{state | worker_gone: false})
+      else
+        state
+      end
 
-  def handle_call({:attach, pid}, _from, state) do
+    state = %{state | lanes: lanes}
     # A producer that was restarted knows the topics of its options only.
     if state.updated, do: send(pid, {:kmq, state.ref, {:topics, state.config.topics}})
     {:reply, :kmq_nif.consumer_attach(state.ref, pid), watch(state, pid)}
@@ -1278,6 +1290,11 @@ defmodule Kmq.Handle do
     state.orphan_timer && :erlang.cancel_timer(state.orphan_timer)
     %{state | borrower: pid, monitor: Process.monitor(pid), orphan_timer: nil}
   end
+
+  # A producer may end with what it has taken, as by a transformer that raises.
+  defp lost?(nil, _lanes), do: false
+  defp lost?(%{ref: ref}, %{ref: ref}), do: false
+  defp lost?(before, _lanes), do: Lanes.lost?(before)
 
   defp orphaned(%{closing: closing, leaving: leaving} = state, _reason) when closing or leaving,
     do: state

@@ -148,6 +148,11 @@ defmodule Kmq.Lanes do
   @spec passed(mark) :: :ok
   def passed({_attempt, {ref, n, _wake}, lane, seq}), do: :atomics.put(ref, 3 * n + lane + 1, seq)
 
+  @doc "Was something emitted that the dispatcher has not seen? Of a producer that has ended: it is nobody's."
+  @spec lost?(t) :: boolean
+  def lost?(%{ref: ref, n: n}),
+    do: Enum.any?(1..n, &(:atomics.get(ref, &1) > :atomics.get(ref, 3 * n + &1)))
+
   @doc "What messages of these lanes carry."
   @spec carried(t) :: {:atomics.atomics_ref(), pos_integer, pid | nil}
   def carried(lanes), do: {lanes.ref, lanes.n, lanes.wake}

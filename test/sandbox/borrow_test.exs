@@ -2,7 +2,7 @@ defmodule Kmq.Sandbox.BorrowTest do
   # A consumer of the same name takes its forerunner's handle over, but not that of another consumer.
   use Kmq.Test.ClusterCase, on: :sandbox
 
-  alias Kmq.Consumer
+  alias Kmq.{Config, Consumer, Handle, Lanes}
 
   defp started(options) do
     {:ok, pid} = Consumer.start_link([name: :borrower] ++ options)
@@ -62,5 +62,55 @@ defmodule Kmq.Sandbox.BorrowTest do
     monitor = Process.monitor(a.handle.pid)
     assert_receive {:DOWN, ^monitor, :process, _, _}, scaled(10_000)
     assert Consumer.pull(second, max: 10, wait: 300) == []
+  end
+
+  # As a producer does whose transformer raises. By offsets nothing else would bring it back, and the commit would stand for ever.
+  for passed <- [0, 2] do
+    test "by offsets, what a producer had taken comes again when it ends, if no processor has it (passed on: #{passed})",
+         %{cluster: cluster} do
+      topic = queue(cluster, 1)
+      publish(cluster, topic, ~w(a b))
+      config = Config.new!(options(cluster, topic, delivery: :offsets), :producer)
+      {:ok, handle} = Handle.open(config, {unique("borrow"), 0})
+      on_exit(fn -> Handle.close(handle, 5_000, false) end)
+
+      {first, monitor} =
+        spawn_monitor(fn ->
+          lanes = Lanes.new(:partition, 1, {10, 5}, false)
+          :ok = Handle.attach(handle, self(), lanes)
+          assert 2 == eventually(fn -> taken(handle, lanes, unquote(passed)) end, 20_000)
+        end)
+
+      assert_receive {:DOWN, ^monitor, :process, ^first, :normal}, scaled(25_000)
+      lanes = Lanes.new(:partition, 1, {10, 5}, false)
+      :ok = Handle.attach(handle, self(), lanes)
+
+      if unquote(passed) == 2 do
+        # Processors have it, and may acknowledge it still.
+        publish(cluster, topic, ["c"])
+        assert ["c"] == eventually(fn -> with([] <- take(handle, lanes), do: nil) end, 20_000)
+      else
+        assert ["a", "b"] ==
+                 eventually(fn -> with([] <- take(handle, lanes), do: nil) end, 20_000)
+      end
+    end
+  end
+
+  defp taken(handle, lanes, passed) do
+    case take(handle, lanes) do
+      [] ->
+        nil
+
+      values ->
+        Lanes.send_out(lanes, 0, length(values))
+        Lanes.passed({1, Lanes.carried(lanes), 0, passed})
+        length(values)
+    end
+  end
+
+  defp take(handle, lanes) do
+    {batches, unknown} = Handle.take(handle, 10, {lanes.mode, [10]})
+    Handle.lanes(handle, for({slot, _, _} <- unknown, do: {slot, 0}))
+    for {_, _, _, records, 0} <- batches, record <- records, do: elem(record, 3)
   end
 end

@@ -451,7 +451,7 @@ defmodule OffBroadway.Kmq.Producer do
   defp open(state) do
     case Handle.open(state.config, state.key) do
       {:ok, handle} ->
-        Handle.attach(handle, self())
+        Handle.attach(handle, self(), state.lanes)
         monitor = Process.monitor(handle.pid)
         {:ok, %{state | handle: handle, monitor: monitor}}
 
