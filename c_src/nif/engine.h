@@ -242,7 +242,7 @@ struct engine {
     bool draining; /* nothing more is handed out */
     close_step close_step;
     int64_t close_deadline, close_drain_until, close_join_until;
-    bool close_waits; /* for what is in work, and not for its dead letters alone */
+    bool close_waits;       /* for what is in work, and not for its dead letters alone */
     size_t close_uncovered; /* n_uncovered when it began */
 
     bool commit_in_flight;
