@@ -4,7 +4,7 @@ defmodule Kmq.Integration.TrackerFleetTest do
   use ExUnit.Case
   import Kmq.Test.Eventually
 
-  alias Kmq.Test.{Checker, Markers, Scene, VM}
+  alias Kmq.Test.{Checker, MarkerLog, Markers, Scene, VM, Worker}
   alias Kmq.Tracker
 
   @moduletag :integration
@@ -79,23 +79,63 @@ defmodule Kmq.Integration.TrackerFleetTest do
     mark(scene, &Markers.done(&1, 1_000_000))
 
     # every partition has one tracker that is caught up, and nothing is open
-    eventually(
-      fn ->
-        parts =
-          for {_, tracker} <- fleet,
-              {:ok, info} <- [Tracker.info(tracker)],
-              p <- info.partitions,
-              do: p
-
-        assert parts |> Enum.map(& &1.partition) |> Enum.sort() == Enum.to_list(0..15)
-        assert Enum.all?(parts, &(&1.state == :ready and &1.open == 0 and &1.due == 0))
-        true
-      end,
-      30_000
-    )
+    try do
+      eventually(
+        fn ->
+          parts = parts(fleet)
+          assert parts |> Enum.map(& &1.partition) |> Enum.sort() == Enum.to_list(0..15)
+          assert Enum.reject(parts, &settled?/1) == []
+          true
+        end,
+        30_000
+      )
+    rescue
+      error in ExUnit.AssertionError ->
+        try do
+          tell(scene, fleet)
+        after
+          reraise error, __STACKTRACE__
+        end
+    end
 
     for {id, _} <- fleet, do: stop_supervised!(id)
     assert Checker.missing(Scene.check(scene, @n)) == []
+  end
+
+  defp parts(fleet) do
+    for {_, tracker} <- fleet, {:ok, info} <- [Tracker.info(tracker)], p <- info.partitions, do: p
+  end
+
+  defp settled?(part), do: part.state == :ready and part.open == 0 and part.due == 0
+
+  # What helps to see why they are not: who has them, what their markers say, what the consumer still has, and where its group is.
+  defp tell(scene, fleet) do
+    say = fn what, term -> IO.puts(:stderr, "#{what}: #{inspect(term, limit: :infinity)}") end
+
+    for {id, tracker} <- fleet do
+      info = with {:ok, info} <- Tracker.info(tracker), do: Map.delete(info, :partitions)
+      say.("#{inspect(id)}", info)
+    end
+
+    markers = Scene.markers(scene)
+    ends = Checker.ends(scene.hosts, markers, scene.partitions)
+
+    for part <- parts(fleet), not settled?(part) do
+      say.("not settled", part)
+      from = max(ends[part.partition] - 40, 0)
+
+      for line <- MarkerLog.read_from(scene.hosts, markers, part.partition, from),
+          do: say.("  marker", line)
+
+      for info <- Worker.info(),
+          row <- info.partitions,
+          row.partition == part.partition,
+          do: say.("  consumer", row)
+    end
+
+    say.("the group's commits", Scene.committed(scene))
+    say.("the queue's ends", Checker.ends(scene.hosts, scene.topic, scene.partitions))
+    say.("its consumers", for(info <- Worker.info(), do: Map.delete(info, :partitions)))
   end
 
   defp mark(scene, fun),

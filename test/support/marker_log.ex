@@ -21,6 +21,30 @@ defmodule Kmq.Test.MarkerLog do
     end
   end
 
+  @types {:start, :end, :extend, :retry, :park, :checkpoint, :clock}
+
+  @doc "The markers of a partition from one on, for whoever looks for a fault: `{offset, ts, type, offsets of the queue, the rest of the bytes}`."
+  def read_from(hosts, topic, partition, from),
+    do: for(record <- RawLog.read_from(hosts, topic, partition, from), do: entry(record))
+
+  defp entry(%{value: <<0x00, 0x4B, 1, type, _crc::32, body::binary>>} = record)
+       when type in 1..5 do
+    {offsets, rest} = set(body)
+    {record.offset, record.ts, elem(@types, type - 1), offsets, rest}
+  end
+
+  defp entry(%{value: <<0x00, 0x4B, 1, type, _crc::32, body::binary>>} = record)
+       when type in 6..7,
+       do: {record.offset, record.ts, elem(@types, type - 1), [], body}
+
+  defp entry(%{key: <<_::32, offset::signed-64>>, value: <<0>>} = record),
+    do: {record.offset, record.ts, :end, [offset], ""}
+
+  defp entry(%{key: <<_::32, offset::signed-64>>, value: <<1, rest::binary>>} = record),
+    do: {record.offset, record.ts, :start, [offset], rest}
+
+  defp entry(record), do: {record.offset, record.ts, :other, [], record.value}
+
   defp ended(%{value: <<0x00, 0x4B, 1, 2, _crc::32, body::binary>>}) do
     {offsets, <<cause, _tlvs::binary>>} = set(body)
     for offset <- offsets, do: {offset, Enum.at(@causes, cause)}

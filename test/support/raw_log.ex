@@ -23,6 +23,11 @@ defmodule Kmq.Test.RawLog do
   @spec read_committed(String.t(), String.t(), pos_integer) :: [record]
   def read_committed(bootstrap, topic, partitions), do: read(bootstrap, topic, partitions, 1)
 
+  @doc "The records of one partition from an offset on; what was deleted there is passed."
+  @spec read_from(String.t(), String.t(), non_neg_integer, non_neg_integer) :: [record]
+  def read_from(bootstrap, topic, partition, from),
+    do: with_socket(bootstrap, &partition(&1, {topic, 0}, partition, from, []))
+
   defp read(bootstrap, topic, partitions, isolation) do
     with_socket(bootstrap, fn socket ->
       Enum.flat_map(0..(partitions - 1), &partition(socket, {topic, isolation}, &1, 0, []))
