@@ -28,7 +28,7 @@ struct kafka_queue {
     rd_kafka_queue_t *rkqu;
     char *topic;
     int32_t partition;
-    int64_t start; /* as assigned */
+    int64_t start; /* as assigned last */
     bool stopped;  /* an out-of-range has stopped its fetching: seek must start it afresh */
     struct kafka_consumer *consumer;
     size_t taken, taken_bytes; /* since its fetcher was nudged */
@@ -591,7 +591,9 @@ static int restart(kafka_consumer *consumer, kafka_queue *queue, int64_t offset,
             if (consumer->queues[i] == queue)
                 all->elems[i].offset = offset;
             else if (all->elems[i].offset < 0)
-                all->elems[i].offset = start_of(consumer->queues[i]->start); /* nothing popped yet */
+                all->elems[i].offset = start_of(consumer->queues[i]->start); /* nothing popped since it was assigned */
+            else
+                consumer->queues[i]->start = all->elems[i].offset;
             all->elems[i].err = RD_KAFKA_RESP_ERR_NO_ERROR;
         }
         if (code == RD_KAFKA_RESP_ERR_NO_ERROR) code = rd_kafka_assign(consumer->rk, all);
@@ -616,6 +618,7 @@ int kafka_consumer_seek(kafka_consumer *consumer, const char *topic, int32_t par
     int result = kafka_fail_object(err, consumer->rk, rd_kafka_seek_partitions(consumer->rk, list, 0),
                                    "seek"); /* 0: does not wait */
     rd_kafka_topic_partition_list_destroy(list);
+    if (result == KAFKA_OK) queue->start = offset;
     return result;
 }
 

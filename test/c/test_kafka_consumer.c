@@ -307,6 +307,46 @@ static void out_of_range(void **state)
     kafka_consumer_destroy(consumer, NULL, NULL);
 }
 
+static void out_of_range_again(kafka_consumer *consumer, int64_t offset)
+{
+    kafka_error err;
+    assert_int_equal(kafka_consumer_seek(consumer, "others", 1, 1000, &err), 0);
+    kafka_record record;
+    do { /* what it had fetched before may come first */
+        record = next(consumer, "others", 1, false);
+        kafka_records_free(&record, 1);
+    } while (record.error != KAFKA_RECORD_OUT_OF_RANGE);
+    assert_int_equal(kafka_consumer_seek(consumer, "others", 1, offset, &err), 0);
+    expect_number(consumer, "others", 1, (int)offset);
+}
+
+/* One is begun afresh several times: the others go on where they were, also those of which nothing was popped between two of these times, or
+ * since they were sought. */
+static void others_go_on(void **state)
+{
+    (void)state;
+    kafka_error err;
+    topic(&c, "others", 2);
+    fill_partition(&c, "others", 0, 50);
+    fill_partition(&c, "others", 1, 50);
+    kafka_property props[] = {
+        {"bootstrap.servers", c.bootstrap}, {"fetch.wait.max.ms", "10"}, {"auto.offset.reset", "error"}};
+    kafka_consumer *consumer;
+    assert_int_equal(kafka_consumer_open(props, 3, NULL, NULL, &consumer, &err), 0);
+    kafka_partition from[2] = {{.topic = "others", .partition = 0, .offset = 20},
+                               {.topic = "others", .partition = 1, .offset = 0}};
+    assert_int_equal(kafka_consumer_assign(consumer, from, 2, &err), 0);
+    for (int i = 20; i < 30; i++) expect_number(consumer, "others", 0, i);
+    expect_number(consumer, "others", 1, 0);
+    out_of_range_again(consumer, 30);
+    out_of_range_again(consumer, 40);
+    expect_number(consumer, "others", 0, 30);
+    assert_int_equal(kafka_consumer_seek(consumer, "others", 0, 5, &err), 0);
+    out_of_range_again(consumer, 10);
+    expect_number(consumer, "others", 0, 5);
+    kafka_consumer_destroy(consumer, NULL, NULL);
+}
+
 /* ------------------------------------------------------------------ the group */
 
 typedef struct member {
@@ -771,7 +811,8 @@ int main(void)
         cmocka_unit_test(error_table),        cmocka_unit_test(wake_ups),
         cmocka_unit_test(wake_by_descriptor), cmocka_unit_test(pop_by_bytes),
         cmocka_unit_test(destroy_full),       cmocka_unit_test(small_queue),
-        cmocka_unit_test(out_of_range),       cmocka_unit_test(rebalance),
+        cmocka_unit_test(out_of_range),       cmocka_unit_test(others_go_on),
+        cmocka_unit_test(rebalance),
         cmocka_unit_test(cooperative),        cmocka_unit_test(commit_and_outsider),
         cmocka_unit_test(missing_topic),      cmocka_unit_test(broker_gone),
         cmocka_unit_test(close_sequence),     cmocka_unit_test(hidden_topic),
