@@ -25,6 +25,8 @@ enum {
     ASK_PAUSE_MIN_MS = 50,
     ASK_PAUSE_MAX_MS = 1000,
     CLOCK_RETRY_MS = 200,
+    DEAF_MS = 10000,
+    DEAF_MAX_MS = 300000,
     COUNT_LEASES = 100000,
     HEADERS = 16,
     WARM_MS = (TRACKER_REST_S - 5) * 1000
@@ -46,6 +48,7 @@ tracker_part *tracker_part_new(tracker *t, tracker_queue *queue, int32_t partiti
     part->assigned_ms = t->now_ms;
     part->ask_pause_ms = ASK_PAUSE_MIN_MS;
     part->mark_every_ms = TRACKER_TICK_MS;
+    part->deaf_ms = DEAF_MS;
     tracker_lead_init(&part->ahead.lead);
     if (kmq_lease_book_init(&part->book, &libc) != KMQ_OK) tracker_no_memory();
     tracker_clock_init(&part->clock, t->now_ms);
@@ -84,6 +87,7 @@ void tracker_give_back(tracker_part *part, int64_t offset)
 static void barrier_passed(tracker *t, tracker_part *part)
 {
     part->barrier = BARRIER_NONE;
+    part->deaf_ms = DEAF_MS;
     part->decide_ms = kmq_lease_book_log_time(&part->book);
     part->decide_until_ms = t->now_ms + TRACKER_FRESH_MS;
     if (t->config.transactional) {
@@ -169,7 +173,7 @@ static bool read_record(tracker *t, tracker_part *part, const kafka_record *reco
         break;
     case KMQ_MARKER_OURS: {
         bool own = part->barrier == BARRIER_SENT && marker.type == KMQ_MARKER_CLOCK && marker.tlv.has_instance &&
-                   marker.tlv.instance == part->clock_id;
+                   marker.tlv.instance == part->clock_id && !KMQ_FAILPOINT("clock_read");
         int64_t time_ms = tracker_clock_feed(&part->clock, record->timestamp_ms, t->now_ms,
                                              own ? part->clock_sent_ms : TRACKER_NOT_OURS);
         if (marker.type == KMQ_MARKER_PARK) marker.time_ms = tracker_clock_shifted(&part->clock, marker.time_ms);
@@ -236,9 +240,34 @@ static bool answer_is_old(const tracker *t, const tracker_part *part)
     return t->now_ms - part->asked_ms > ASK_FRESH_MS;
 }
 
+/* A CLOCK that stands in M and does not come, nor anything before it: whatever has stopped the fetching, without a word, it is begun anew. */
+static int64_t deaf_at(const tracker_part *part)
+{
+    if (part->barrier != BARRIER_SENT || !part->clock_written_ms) return INT64_MAX;
+    int64_t since_ms =
+        part->clock.read_ms > part->clock_written_ms ? part->clock.read_ms : part->clock_written_ms;
+    return since_ms + part->deaf_ms;
+}
+
+static void hear_again(tracker *t, tracker_part *part)
+{
+    kafka_error err;
+    tracker_alarm(t, &part->alarm_ms, "marker_topic", part->queue->markers, part->partition,
+                  "nothing was read for %lld s although there is something: it is fetched anew from offset %lld on",
+                  (long long)(part->deaf_ms / 1000), (long long)part->position);
+    part->deaf_ms = 2 * part->deaf_ms < DEAF_MAX_MS ? 2 * part->deaf_ms : DEAF_MAX_MS;
+    kafka_queue_stopped(part->records);
+    if (kafka_consumer_seek(t->consumer, part->queue->markers, part->partition, part->position, &err) != KAFKA_OK)
+        tracker_error_event(t, &err);
+    part->hot = true;
+    part->barrier = BARRIER_WANTED;
+    part->barrier_retry_ms = t->now_ms;
+}
+
 void tracker_part_step(tracker *t, tracker_part *part)
 {
     if (part->gone || (part->state != PART_REPLAY && part->state != PART_READY) || t->mode != MODE_RUNNING) return;
+    if (t->now_ms >= deaf_at(part)) hear_again(t, part);
     if (part->state == PART_READY && part->barrier == BARRIER_NONE) {
         int64_t due_ms = kmq_lease_book_next_due(&part->book);
         bool due = tracker_clock_wait(&part->clock, due_ms, t->now_ms) == 0 && !decided(part, t->now_ms, due_ms);
@@ -268,6 +297,7 @@ int64_t tracker_part_wait(const tracker *t, const tracker_part *part)
     /* while it waits for a producer, that has wake-ups of its own */
     bool producer = !t->config.transactional || part->state != PART_READY || tracker_txn_has(part);
     if (part->barrier == BARRIER_WANTED && !part->asking && producer) wait = part->barrier_retry_ms - t->now_ms;
+    if (part->barrier == BARRIER_SENT && deaf_at(part) - t->now_ms < wait) wait = deaf_at(part) - t->now_ms;
     if (part->state == PART_READY && part->barrier == BARRIER_NONE) {
         int64_t due_ms = kmq_lease_book_next_due(&part->book);
         if (!decided(part, t->now_ms, due_ms))

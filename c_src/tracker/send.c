@@ -66,12 +66,14 @@ void tracker_clock_send(tracker *t, tracker_part *part)
     part->barrier = BARRIER_SENT;
     part->clock_id = id;
     part->clock_sent_ms = t->now_ms;
+    part->clock_written_ms = 0;
 }
 
 static void clock_report(tracker *t, clock_record *record, int error, int64_t offset)
 {
     tracker_part *part = record->part;
     if (error == 0 && offset >= part->known_end) part->known_end = offset + 1;
+    if (error == 0 && part->clock_id == record->id) part->clock_written_ms = t->now_ms;
     if (error && part->barrier == BARRIER_SENT && part->clock_id == record->id) {
         part->barrier = BARRIER_WANTED;
         part->barrier_retry_ms = t->now_ms + TRACKER_END_PAUSE_MS;

@@ -191,7 +191,8 @@ struct tracker_part {
     tracker_barrier barrier;
     int64_t barrier_retry_ms;
     uint64_t clock_id; /* of the CLOCK that is out: its instance TLV */
-    int64_t clock_sent_ms;
+    int64_t clock_sent_ms, clock_written_ms; /* 0: not yet */
+    int64_t deaf_ms;                         /* it is to be read within, or the fetching has stopped; grows */
     int64_t barrier_below; /* what the group had committed before this CLOCK was sent; -1 = not asked */
 
     /* decisions: valid for what is due by decide_ms, until decide_until_ms of the monotonic clock */

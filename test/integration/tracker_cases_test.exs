@@ -300,4 +300,15 @@ defmodule Kmq.Integration.TrackerCasesTest do
       Consumer.stop(consumer)
     end
   end
+
+  test "a CLOCK that is not read back, whatever keeps it away: the partition is fetched anew, and goes on",
+       %{cluster: cluster} do
+    {topic, options} = scene(cluster, 1)
+    # ready when this returns
+    tracker = tracker(options, env: %{"KMQ_FAILPOINTS" => "clock_read=fail@1*1"})
+    assert [_once] = for({:marker_topic, text} <- alarms(), text =~ "fetched anew", do: text)
+    mark(cluster, topic, options, [Markers.start(0, 0, 100)])
+    eventually(fn -> assert Map.keys(copied(cluster, topic)) == ["0"] end, 5_000)
+    nothing_open(tracker)
+  end
 end
