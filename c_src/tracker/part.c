@@ -244,8 +244,7 @@ static bool answer_is_old(const tracker *t, const tracker_part *part)
 static int64_t deaf_at(const tracker_part *part)
 {
     if (part->barrier != BARRIER_SENT || !part->clock_written_ms) return INT64_MAX;
-    int64_t since_ms =
-        part->clock.read_ms > part->clock_written_ms ? part->clock.read_ms : part->clock_written_ms;
+    int64_t since_ms = part->clock.read_ms > part->clock_written_ms ? part->clock.read_ms : part->clock_written_ms;
     return since_ms + part->deaf_ms;
 }
 
