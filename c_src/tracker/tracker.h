@@ -190,7 +190,7 @@ struct tracker_part {
     /* the barrier: a CLOCK of our own, read back */
     tracker_barrier barrier;
     int64_t barrier_retry_ms;
-    uint64_t clock_id; /* of the CLOCK that is out: its instance TLV */
+    uint64_t clock_id;                       /* of the CLOCK that is out: its instance TLV */
     int64_t clock_sent_ms, clock_written_ms; /* 0: not yet */
     int64_t deaf_ms;                         /* it is to be read within, or the fetching has stopped; grows */
     int64_t barrier_below; /* what the group had committed before this CLOCK was sent; -1 = not asked */

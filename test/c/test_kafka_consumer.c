@@ -808,15 +808,23 @@ static void error_table(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(error_table),        cmocka_unit_test(wake_ups),
-        cmocka_unit_test(wake_by_descriptor), cmocka_unit_test(pop_by_bytes),
-        cmocka_unit_test(destroy_full),       cmocka_unit_test(small_queue),
-        cmocka_unit_test(out_of_range),       cmocka_unit_test(others_go_on),
+        cmocka_unit_test(error_table),
+        cmocka_unit_test(wake_ups),
+        cmocka_unit_test(wake_by_descriptor),
+        cmocka_unit_test(pop_by_bytes),
+        cmocka_unit_test(destroy_full),
+        cmocka_unit_test(small_queue),
+        cmocka_unit_test(out_of_range),
+        cmocka_unit_test(others_go_on),
         cmocka_unit_test(rebalance),
-        cmocka_unit_test(cooperative),        cmocka_unit_test(commit_and_outsider),
-        cmocka_unit_test(missing_topic),      cmocka_unit_test(broker_gone),
-        cmocka_unit_test(close_sequence),     cmocka_unit_test(hidden_topic),
-        cmocka_unit_test(static_closes),      cmocka_unit_test(times),
+        cmocka_unit_test(cooperative),
+        cmocka_unit_test(commit_and_outsider),
+        cmocka_unit_test(missing_topic),
+        cmocka_unit_test(broker_gone),
+        cmocka_unit_test(close_sequence),
+        cmocka_unit_test(hidden_topic),
+        cmocka_unit_test(static_closes),
+        cmocka_unit_test(times),
     };
     return cmocka_run_group_tests_name("kafka consumer", tests, start, stop);
 }
