@@ -185,17 +185,6 @@ static void parts_rotate(tracker *t)
 
 /* ------------------------------------------------------------------ assignment */
 
-static void on_assign(tracker *t, const kafka_event *event)
-{
-    kafka_error err;
-    t->epoch++;
-    if (t->mode != MODE_RUNNING || event->n_partitions == 0) {
-        kafka_consumer_assign(t->consumer, NULL, 0, &err);
-        return;
-    }
-    tracker_recover(t, event->partitions, event->n_partitions);
-}
-
 static void unassign(tracker *t)
 {
     kafka_error err;
@@ -210,6 +199,20 @@ static void unassign(tracker *t)
     if (kafka_consumer_unassign(t->consumer, &err) != KAFKA_OK) tracker_error_event(t, &err);
     if (n) tracker_partitions_event(t, "revoked", partitions, n);
     free(partitions);
+    if (t->mode == MODE_REVOKING) t->mode = MODE_RUNNING;
+}
+
+/* Where a topic grows, librdkafka joins anew without waiting for what it takes away: then this is in its place. */
+static void on_assign(tracker *t, const kafka_event *event)
+{
+    kafka_error err;
+    t->epoch++;
+    if (t->mode == MODE_REVOKING || t->parts) unassign(t);
+    if (t->mode != MODE_RUNNING || event->n_partitions == 0) {
+        kafka_consumer_assign(t->consumer, NULL, 0, &err);
+        return;
+    }
+    tracker_recover(t, event->partitions, event->n_partitions);
 }
 
 static void on_revoke(tracker *t, const kafka_event *event)
@@ -614,9 +617,7 @@ static void mode_step(tracker *t)
         break;
     case MODE_RUNNING: break;
     case MODE_REVOKING:
-        if (!wound_up(t, REVOKE_COMMIT_MS)) break;
-        unassign(t);
-        t->mode = MODE_RUNNING;
+        if (wound_up(t, REVOKE_COMMIT_MS)) unassign(t);
         break;
     case MODE_STOPPING:
         if (wound_up(t, STOP_COMMIT_MS)) leave_begin(t);

@@ -333,42 +333,47 @@ static void settle(tracker *t, recover_place *place)
         "the commit refers to a checkpoint of a newer version: this partition waits until the tracker is upgraded");
 }
 
-static void assign(tracker *t, recover_job *recover)
+static bool assign(tracker *t, recover_job *recover)
 {
-    kafka_error err;
+    kafka_error *err = &recover->error;
     kafka_partition *partitions = tracker_alloc(recover->n * sizeof *partitions);
     for (size_t i = 0; i < recover->n; i++)
         partitions[i] = (kafka_partition){.topic = recover->places[i].markers,
                                           .partition = recover->places[i].partition,
                                           .offset = recover->places[i].start};
-    if (kafka_consumer_assign(t->consumer, partitions, recover->n, &err) != KAFKA_OK) {
-        tracker_error_event(t, &err);
-    } else {
-        for (size_t i = 0; i < recover->n; i++) {
-            tracker_part *part = recover->places[i].part;
-            part->records = kafka_consumer_queue(t->consumer, partitions[i].topic, partitions[i].partition);
-            settle(t, &recover->places[i]);
-            tracker_part_keep(part);
-            part->next = t->parts;
-            t->parts = part;
-        }
-        tracker_partitions_event(t, "assigned", partitions, recover->n);
+    bool ok = kafka_consumer_assign(t->consumer, partitions, recover->n, err) == KAFKA_OK;
+    for (size_t i = 0; i < recover->n && ok; i++) {
+        tracker_part *part = recover->places[i].part;
+        part->records = kafka_consumer_queue(t->consumer, partitions[i].topic, partitions[i].partition);
+        settle(t, &recover->places[i]);
+        tracker_part_keep(part);
+        part->next = t->parts;
+        t->parts = part;
     }
+    if (ok) tracker_partitions_event(t, "assigned", partitions, recover->n);
     free(partitions);
+    return ok;
 }
 
-static void restart(tracker *t, recover_job *recover)
+static bool restart(tracker *t, recover_job *recover)
 {
-    kafka_error err;
     recover_place *place = &recover->places[0];
     tracker_part *part = place->part;
-    if (part->gone) return;
+    if (part->gone) return true;
     part->records = kafka_consumer_queue(t->consumer, place->markers, part->partition);
-    if (kafka_consumer_seek(t->consumer, place->markers, part->partition, place->start, &err) != KAFKA_OK) {
-        tracker_error_event(t, &err);
-        return;
-    }
+    if (kafka_consumer_seek(t->consumer, place->markers, part->partition, place->start, &recover->error) != KAFKA_OK)
+        return false;
     settle(t, place);
+    return true;
+}
+
+/* Until it works, or the assignment is over: nobody else reads these partitions. */
+static void again_later(tracker *t, recover_job *recover, const char *what)
+{
+    tracker_failed(t, ALARM_ASSIGN, &recover->error, "assignment", what);
+    recover->job.next = t->recover_waiting;
+    t->recover_waiting = &recover->job;
+    t->recover_retry_ms = t->now_ms + RETRY_MS;
 }
 
 static void recover_done(helper_job *job, void *owner)
@@ -379,18 +384,12 @@ static void recover_done(helper_job *job, void *owner)
         recover_free(recover);
         return;
     }
-    if (recover->rc != KAFKA_OK) {
-        tracker_failed(t, ALARM_ASSIGN, &recover->error, "assignment", "cannot find out where to begin");
-        recover->job.next = t->recover_waiting;
-        t->recover_waiting = &recover->job;
-        t->recover_retry_ms = t->now_ms + RETRY_MS;
-        return;
-    }
-    if (recover->restart)
-        restart(t, recover);
+    if (recover->rc != KAFKA_OK)
+        again_later(t, recover, "cannot find out where to begin");
+    else if (!(recover->restart ? restart(t, recover) : assign(t, recover)))
+        again_later(t, recover, "cannot begin");
     else
-        assign(t, recover);
-    recover_free(recover);
+        recover_free(recover);
 }
 
 static recover_job *recover_new(tracker *t, size_t n)
