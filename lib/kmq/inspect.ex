@@ -60,7 +60,7 @@ defmodule Kmq.Inspect do
     marker_topic = config.marker_topics[topic]
 
     with {:ok, n} <- size(queue, cluster, topic),
-         {:ok, _n} <- size(queue, cluster, marker_topic),
+         :ok <- marked(queue, cluster, marker_topic, config.group_id),
          {:ok, commits} <- commits(queue, topic, n),
          {:ok, marker_commits} <- commits(markers, marker_topic, n) do
       collect(0..(n - 1), fn partition ->
@@ -101,6 +101,24 @@ defmodule Kmq.Inspect do
     case native(Reach.partitions(admin, cluster, topic, @timeout_ms)) do
       {:ok, 0} -> {:error, Reach.missing(admin, topic, @timeout_ms)}
       result -> result
+    end
+  end
+
+  # Its name is derived, so nobody has mistyped it.
+  defp marked(admin, cluster, marker_topic, group) do
+    case native(Reach.partitions(admin, cluster, marker_topic, @timeout_ms)) do
+      {:ok, 0} ->
+        text =
+          "group #{inspect(group)} has no markers: topic #{inspect(marker_topic)} does not exist. Is the group's name right (and :marker_topic, if " <>
+            "it has one of its own)? With delivery: :offsets or :at_most_once there is none, the group's commits say all there is to say"
+
+        {:error, Error.new(:marker_topic_missing, text)}
+
+      {:ok, _n} ->
+        :ok
+
+      error ->
+        error
     end
   end
 

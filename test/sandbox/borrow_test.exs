@@ -3,6 +3,7 @@ defmodule Kmq.Sandbox.BorrowTest do
   use Kmq.Test.ClusterCase, on: :sandbox
 
   alias Kmq.{Config, Consumer, Handle, Lanes}
+  alias OffBroadway.Kmq.Producer
 
   defp started(options) do
     {:ok, pid} = Consumer.start_link([name: :borrower] ++ options)
@@ -94,6 +95,43 @@ defmodule Kmq.Sandbox.BorrowTest do
                  eventually(fn -> with([] <- take(handle, lanes), do: nil) end, 20_000)
       end
     end
+  end
+
+  # The same where no order is kept, and so nothing counted.
+  test "by offsets and without an order, a producer that raises: what it had taken comes again",
+       %{
+         cluster: cluster
+       } do
+    topic = queue(cluster, 1)
+    publish(cluster, topic, ~w(a b))
+    options = options(cluster, topic, delivery: :offsets, ordering: :none)
+    broadway = [name: unique("borrow"), index: 0]
+
+    {first, monitor} =
+      spawn_monitor(fn ->
+        {:producer, state} = Producer.init([broadway: broadway] ++ options)
+        {["a", "b"], state} = demanded(state, 2)
+        reason = {%RuntimeError{message: "a transformer"}, []}
+        Producer.terminate(reason, state)
+        exit(reason)
+      end)
+
+    assert_receive {:DOWN, ^monitor, :process, ^first, {%RuntimeError{}, []}}, scaled(25_000)
+    {:producer, state} = Producer.init([broadway: broadway] ++ options)
+    assert {["a", "b"], state} = demanded(state, 2)
+    Producer.terminate(:shutdown, state)
+  end
+
+  defp demanded(state, n, values \\ [])
+  defp demanded(state, n, values) when length(values) >= n, do: {values, state}
+
+  defp demanded(state, n, values) do
+    {:noreply, messages, state} =
+      if values == [] and state.demand == 0,
+        do: Producer.handle_demand(n, state),
+        else: Producer.handle_info(assert_receive({:kmq, _, _}, scaled(20_000)), state)
+
+    demanded(state, n, values ++ Enum.map(messages, & &1.data))
   end
 
   defp taken(handle, lanes, passed) do

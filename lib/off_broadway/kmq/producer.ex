@@ -423,21 +423,29 @@ defmodule OffBroadway.Kmq.Producer do
   # producer takes it over.
   @spec terminate(term, struct) :: :ok
   def terminate(reason, %{handle: %Handle{}} = state) do
-    if orderly?(reason) do
-      timeout = max(min(state.config.drain_timeout, within(state.shutdown)), 0)
-
-      with {:error, error} <- Handle.close(state.handle, timeout) do
-        Logger.warning(
-          "kmq: #{inspect(state.key)}: closed, but not in order: #{inspect(error)}; " <>
-            "what was not written is delivered again"
-        )
-      end
+    cond do
+      orderly?(reason) -> close(state)
+      # It may have ended with messages that no processor has, as by a transformer that raises. With markers the time limit brings them
+      # back, lanes count them; here nobody would know, and the commit would stand for ever. Better handled twice.
+      state.lanes == nil and state.config.delivery == :offsets -> Handle.again(state.handle)
+      true -> :ok
     end
 
     :ok
   end
 
   def terminate(_reason, _state), do: :ok
+
+  defp close(state) do
+    timeout = max(min(state.config.drain_timeout, within(state.shutdown)), 0)
+
+    with {:error, error} <- Handle.close(state.handle, timeout) do
+      Logger.warning(
+        "kmq: #{inspect(state.key)}: closed, but not in order: #{inspect(error)}; " <>
+          "what was not written is delivered again"
+      )
+    end
+  end
 
   defp orderly?(reason), do: reason in [:normal, :shutdown] or match?({:shutdown, _}, reason)
 

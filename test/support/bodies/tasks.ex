@@ -46,6 +46,8 @@ defmodule Kmq.Test.Bodies.Tasks do
     if cluster.kind == :kafka do
       {1, "", err} = mix(Tasks.Topics, ["check" | of])
       assert err =~ "kafka-topics.sh" and err =~ Kmq.Topics.marker_topic(topic, group)
+      {1, "", err} = mix(Tasks.Inspect, of)
+      assert err =~ "group #{inspect(group)} has no markers" and err =~ "delivery: :offsets"
     end
 
     assert {0, out, ""} = mix(Tasks.Topics, ["create" | of])
