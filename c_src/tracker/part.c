@@ -369,7 +369,8 @@ static void ask_done(helper_job *job, void *owner)
     bool right = strcmp(name, "_TIMED_OUT") == 0 || strstr(name, "AUTHORIZATION");
     if (ask->rc != KAFKA_OK && right)
         tracker_alarm(t, &t->alarm_ms[ALARM_ASK], "group_commits", NULL, -1,
-                      "cannot read the commits of group %s (does it have the right DESCRIBE on it?): %s",
+                      "cannot read the commits of group %s: %s. If this goes on while its brokers answer: does the "
+                      "tracker have the right DESCRIBE on the group?",
                       t->config.group, ask->error.text);
     else if (ask->rc != KAFKA_OK)
         tracker_failed(t, ALARM_ASK, &ask->error, "group_commits", "cannot read the commits of its group");

@@ -27,7 +27,13 @@ defmodule Kmq.CommandLine do
       result = call(fun, words, options)
       finish(in_switches(result, switches, called), options)
     end
+  rescue
+    error in ErlangError -> unread(error, __STACKTRACE__)
   end
+
+  # Whoever read the output has gone, as `| head` does: what others end by SIGPIPE for, without a word.
+  defp unread(%{original: :terminated}, _stacktrace), do: System.halt(128 + 13)
+  defp unread(error, stacktrace), do: reraise(error, stacktrace)
 
   @doc "Options and words; the first option that is wrong ends the task."
   @spec parse([String.t()], keyword) :: {keyword, [String.t()]}

@@ -8,7 +8,7 @@ defmodule Kmq.BadInputTest do
   @message %Message{topic: "q", partition: 0, offset: 1, handle: @handle, slot: 1}
   @hosts [hosts: "localhost:1"]
   @timeout "a timeout is milliseconds, 0 to 4294967295, or :infinity, got: "
-  @headers "expected a list of {name, value}, at most 4000, the name a string without NUL, the value a binary or nil"
+  @headers "expected a list of {name, value}, at most 4000, the name a string, not empty, without NUL, the value a binary or nil"
   @proper "expected lists that end with [], not with something else behind a |"
 
   defp raised(fun) do
@@ -114,9 +114,9 @@ defmodule Kmq.BadInputTest do
           {[group: :shop], "expected :group to be a string, or nil: of no group, got: :shop"},
           {[key: 42], "expected :key to be a binary, or nil, got: 42"},
           {[headers: %{"h" => "1"}],
-           "expected :headers to be a list of {name, value}, the name a string without NUL, the value a binary or nil, got: %{\"h\" => \"1\"}"},
+           "expected :headers to be a list of {name, value}, the name a string, not empty, without NUL, the value a binary or nil, got: %{\"h\" => \"1\"}"},
           {[headers: [{"h", 1}]],
-           "expected :headers to be a list of {name, value}, the name a string without NUL, the value a binary or nil, got: [{\"h\", 1}]"},
+           "expected :headers to be a list of {name, value}, the name a string, not empty, without NUL, the value a binary or nil, got: [{\"h\", 1}]"},
           {[attempts: "3"],
            "expected :attempts to be a non-negative integer or a range of them, got: \"3\""},
           {[attempts: -3],

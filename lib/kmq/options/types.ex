@@ -236,7 +236,8 @@ defmodule Kmq.Options.Types do
     cause: "a cause, a string or an atom, or a list of them",
     group: "a string, or nil: of no group",
     key: "a binary, or nil",
-    headers: "a list of {name, value}, the name a string without NUL, the value a binary or nil",
+    headers:
+      "a list of {name, value}, the name a string, not empty, without NUL, the value a binary or nil",
     attempts: "a non-negative integer or a range of them",
     since: "a DateTime",
     until: "a DateTime",
@@ -301,7 +302,7 @@ defmodule Kmq.Options.Types do
       do: {:ok, value},
       else:
         {:error,
-         "expected a list of {name, value}, at most #{@headers_max}, the name a string without NUL, the value a binary or nil, got: #{inspect(value)}"}
+         "expected a list of {name, value}, at most #{@headers_max}, the name a string, not empty, without NUL, the value a binary or nil, got: #{inspect(value)}"}
   end
 
   @doc "Is it a list of headers?"

@@ -147,7 +147,7 @@ defmodule Kmq.Publisher.Send do
   defp too_long(topic, delay, kept) do
     Error.new(
       :delay_too_long,
-      "a delay of #{delay} ms is longer than #{inspect(topic)} keeps its records (retention.ms=#{kept}): the message would be gone before " <>
+      "a delay of #{delay} ms is not shorter than #{inspect(topic)} keeps its records (retention.ms=#{kept}): the message would be gone before " <>
         "it is due"
     )
   end
