@@ -55,6 +55,8 @@ defmodule Kmq.AcknowledgerTest do
            ]
 
     assert Consumer.stop(consumer) == :ok
+    # The registry forgets it a moment later.
+    eventually(fn -> Acknowledger.handle(ack_ref) == nil end)
     capture_log(fn -> assert Acknowledger.ack(ack_ref, ok, failed) == :ok end)
     assert_received {[:kmq, :ack, :error], %{count: 4}, %{reason: :closed, action: :settle}}
     assert Kmq.retry(c) == {:error, :closed}

@@ -235,7 +235,7 @@ defmodule Kmq.OptionsTest do
 
     assert publish(:headers, [{"", "x"}]) ==
              {:error,
-              "invalid value for :headers option: expected a list of {name, value}, at most 4000, the name a string without NUL, " <>
+              "invalid value for :headers option: expected a list of {name, value}, at most 4000, the name a string, not empty, without NUL, " <>
                 "the value a binary or nil, " <>
                 "got: [{\"\", \"x\"}]"}
 
