@@ -9,8 +9,7 @@ defmodule Kmq.Sandbox.StopTest do
     publish(cluster, topic, for(i <- 1..400, do: {"#{i}", partition: rem(i, 2)}))
     options = options(cluster, topic) |> Keyword.delete(:name)
     {:ok, first} = Kmq.Consumer.start_link(options)
-    messages = eventually(fn -> with([] <- some(first, 400), do: nil) end, 20_000)
-    messages = messages ++ pull_all(first, 400 - length(messages))
+    messages = pull(first, 400, 20_000)
 
     # Each answer takes so long: what it gives back is on its way while others go on acknowledging.
     :ok = Kmq.Sandbox.inject(cluster.sandbox, {:rtt, 1, 300})
@@ -62,19 +61,10 @@ defmodule Kmq.Sandbox.StopTest do
     assert Kmq.Consumer.stop(consumer) == :ok
   end
 
-  defp some(consumer, max), do: Kmq.Consumer.pull(consumer, max: max, wait: 1_000)
-
   defp until_none(consumer) do
     case Kmq.Consumer.pull(consumer, max: 400, wait: 3_000) do
       [] -> []
       messages -> messages ++ until_none(consumer)
     end
-  end
-
-  defp pull_all(_consumer, 0), do: []
-
-  defp pull_all(consumer, n) do
-    messages = eventually(fn -> with([] <- some(consumer, n), do: nil) end, 20_000)
-    messages ++ pull_all(consumer, n - length(messages))
   end
 end
