@@ -192,7 +192,7 @@ static bool equal(const void *a, size_t a_len, const void *b, size_t b_len)
 }
 
 /* the first header of a name that has a value; NULL: none, or the first one's is null */
-static const kmq_filter_header *find(const kmq_filter_header *headers, size_t n, const char *name, size_t len)
+static const kmq_header *find(const kmq_header *headers, size_t n, const char *name, size_t len)
 {
     for (size_t i = 0; i < n; i++)
         if (equal(headers[i].name, headers[i].name_len, name, len))
@@ -207,7 +207,7 @@ static bool wants_tag(const kmq_filter *filter, const char *tag, size_t len)
     return false;
 }
 
-static bool match_tags(const kmq_filter *filter, const kmq_filter_header *header)
+static bool match_tags(const kmq_filter *filter, const kmq_header *header)
 {
     const char *tags = header->value, *end = tags + header->value_len;
     while (tags <= end) {
@@ -220,9 +220,9 @@ static bool match_tags(const kmq_filter *filter, const kmq_filter_header *header
     return false;
 }
 
-bool kmq_filter_match(const kmq_filter *filter, const kmq_filter_header *headers, size_t n_headers)
+bool kmq_filter_match(const kmq_filter *filter, const kmq_header *headers, size_t n_headers)
 {
-    const kmq_filter_header *header;
+    const kmq_header *header;
     for (const kmq_filter_clause *clause = filter->headers; clause != NULL; clause = clause->next) {
         header = find(headers, n_headers, clause->bytes, clause->name_len);
         if (header == NULL ||

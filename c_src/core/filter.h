@@ -24,14 +24,6 @@
 
 enum { KMQ_FILTER_STATES = 512 }; /* words of all routing patterns together, and one more a pattern */
 
-/* What is looked at of a message: its headers, in order. Borrowed. */
-typedef struct kmq_filter_header {
-    const char *name;
-    size_t name_len;
-    const void *value; /* NULL: a null value, which equals nothing */
-    size_t value_len;
-} kmq_filter_header;
-
 typedef struct kmq_filter_clause kmq_filter_clause;
 typedef struct kmq_filter_word kmq_filter_word;
 
@@ -56,7 +48,8 @@ int kmq_filter_add_header(kmq_filter *filter, const char *name, size_t name_len,
 int kmq_filter_add_routing(kmq_filter *filter, const char *pattern, size_t len);
 
 bool kmq_filter_is_empty(const kmq_filter *filter);
-bool kmq_filter_match(const kmq_filter *filter, const kmq_filter_header *headers, size_t n_headers);
+/* The message's headers, in order. A null value equals nothing. */
+bool kmq_filter_match(const kmq_filter *filter, const kmq_header *headers, size_t n_headers);
 /* the routing patterns alone; false when there are none */
 bool kmq_filter_match_routing(const kmq_filter *filter, const char *key, size_t len);
 #endif

@@ -28,6 +28,14 @@ typedef struct kmq_alloc {
 kmq_alloc kmq_alloc_libc(void);
 
 /* Offsets lo, lo + 1, ... hi - 1. */
+/* A header of a record that was read; borrowed. */
+typedef struct kmq_header {
+    const char *name; /* with no NUL behind it */
+    size_t name_len;
+    const void *value; /* NULL: null */
+    size_t value_len;
+} kmq_header;
+
 typedef struct kmq_range {
     int64_t lo;
     int64_t hi;

@@ -248,10 +248,11 @@ static kmq_verdict decode_range(const kmq_marker_scope *scope, const uint8_t *va
     return read_body(&reader, out) && read_tlvs(&reader, &out->tlv) ? KMQ_MARKER_OURS : KMQ_MARKER_MALFORMED;
 }
 
-static const kmq_marker_header *find_header(const kmq_marker_header *headers, size_t n, const char *name)
+static const kmq_header *find_header(const kmq_header *headers, size_t n, const char *name)
 {
+    size_t len = strlen(name);
     for (size_t i = 0; i < n; i++)
-        if (strcmp(headers[i].name, name) == 0) return &headers[i];
+        if (headers[i].name_len == len && memcmp(headers[i].name, name, len) == 0) return &headers[i];
     return NULL;
 }
 
@@ -266,8 +267,7 @@ static size_t cut_text(const char *text, size_t len, size_t max)
 }
 
 /* A kmq-cause header makes a START a RETRY, an EXTEND or a PARK, or leaves it what it is: a lease. */
-static kmq_verdict decode_cause(const kmq_marker_header *cause, const kmq_marker_header *headers, size_t n_headers,
-                                kmq_marker *out)
+static kmq_verdict decode_cause(const kmq_header *cause, const kmq_header *headers, size_t n_headers, kmq_marker *out)
 {
     int parsed = kmq_retry_cause_parse(cause->value, cause->value_len);
     if (parsed < 0) return KMQ_MARKER_MALFORMED;
@@ -278,7 +278,7 @@ static kmq_verdict decode_cause(const kmq_marker_header *cause, const kmq_marker
     }
     if (parsed ==
         KMQ_CAUSE_PARKED) { /* the time itself is in a header: exact, and the same for whoever reads it when */
-        const kmq_marker_header *due = find_header(headers, n_headers, "kmq-due");
+        const kmq_header *due = find_header(headers, n_headers, "kmq-due");
         out->type = KMQ_MARKER_PARK;
         out->time_ms = due != NULL && due->value != NULL ? kmq_time_parse(due->value, due->value_len) : -1;
         return out->time_ms >= 0 ? KMQ_MARKER_OURS : KMQ_MARKER_MALFORMED;
@@ -289,14 +289,14 @@ static kmq_verdict decode_cause(const kmq_marker_header *cause, const kmq_marker
                  : parsed == KMQ_RETRY_REJECTED                              ? RETRY_FLAGS
                  : parsed == KMQ_RETRY_EXPIRED                               ? KMQ_FLAG_DLQ
                                                                              : KMQ_FLAG_COUNTS;
-    const kmq_marker_header *flags = find_header(headers, n_headers, "kmq-flags");
+    const kmq_header *flags = find_header(headers, n_headers, "kmq-flags");
     if (flags != NULL) {
         const uint8_t *digit = flags->value;
         if (digit == NULL || flags->value_len != 1 || *digit < '0' || *digit > '0' + RETRY_FLAGS)
             return KMQ_MARKER_MALFORMED;
         out->flags = (uint8_t)(*digit - '0');
     }
-    const kmq_marker_header *error = find_header(headers, n_headers, "kmq-error");
+    const kmq_header *error = find_header(headers, n_headers, "kmq-error");
     if (error != NULL && error->value != NULL) {
         out->tlv.text = error->value;
         out->tlv.text_len = cut_text(error->value, error->value_len, KMQ_ERROR_TEXT_MAX);
@@ -305,9 +305,9 @@ static kmq_verdict decode_cause(const kmq_marker_header *cause, const kmq_marker
 }
 
 static kmq_verdict decode_kmq(const kmq_marker_scope *scope, int64_t offset, const uint8_t *value, size_t value_len,
-                              const kmq_marker_header *headers, size_t n_headers, kmq_marker *out)
+                              const kmq_header *headers, size_t n_headers, kmq_marker *out)
 {
-    const kmq_marker_header *group = find_header(headers, n_headers, "kmq-group");
+    const kmq_header *group = find_header(headers, n_headers, "kmq-group");
     if (group != NULL && (group->value_len != scope->group_len ||
                           (scope->group_len > 0 && memcmp(group->value, scope->group, scope->group_len) != 0)))
         return KMQ_MARKER_FOREIGN;
@@ -321,12 +321,12 @@ static kmq_verdict decode_kmq(const kmq_marker_scope *scope, int64_t offset, con
     out->type = KMQ_MARKER_START;
     out->time_ms = kmq_wire_i64(kmq_wire_get_u64(value + 1));
     if (out->time_ms < 0) return KMQ_MARKER_MALFORMED;
-    const kmq_marker_header *cause = find_header(headers, n_headers, "kmq-cause");
+    const kmq_header *cause = find_header(headers, n_headers, "kmq-cause");
     return cause == NULL ? KMQ_MARKER_OURS : decode_cause(cause, headers, n_headers, out);
 }
 
 kmq_verdict kmq_marker_decode(const kmq_marker_scope *scope, int32_t partition, const void *key, size_t key_len,
-                              const void *value, size_t value_len, const kmq_marker_header *headers, size_t n_headers,
+                              const void *value, size_t value_len, const kmq_header *headers, size_t n_headers,
                               kmq_marker *out)
 {
     *out = (kmq_marker){.type = KMQ_MARKER_CLOCK};

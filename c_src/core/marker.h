@@ -102,13 +102,6 @@ typedef struct kmq_marker {
     size_t entries_bytes;
 } kmq_marker;
 
-/* A record header. :kmq format uses kmq-group, kmq-cause, kmq-error, kmq-flags, and kmq-due (epoch ms) for a PARK; the first of a name counts. */
-typedef struct kmq_marker_header {
-    const char *name;
-    const void *value;
-    size_t value_len;
-} kmq_marker_header;
-
 /* One (queue topic, group). The group's bytes are borrowed as long as the scope is used. */
 typedef struct kmq_marker_scope {
     uint32_t crc;
@@ -120,9 +113,10 @@ void kmq_marker_scope_init(kmq_marker_scope *scope, const char *topic, size_t to
                            size_t group_len);
 
 /* value NULL = tombstone (malformed). partition = the marker record's own partition: a key that names another is
- * malformed. All verdicts leave *out valid to read; only OURS gives it meaning. */
+ * malformed. Of the headers, :kmq format uses kmq-group, kmq-cause, kmq-error, kmq-flags, and kmq-due (epoch ms) for a PARK; the first
+ * of a name counts. All verdicts leave *out valid to read; only OURS gives it meaning. */
 kmq_verdict kmq_marker_decode(const kmq_marker_scope *scope, int32_t partition, const void *key, size_t key_len,
-                              const void *value, size_t value_len, const kmq_marker_header *headers, size_t n_headers,
+                              const void *value, size_t value_len, const kmq_header *headers, size_t n_headers,
                               kmq_marker *out);
 /* version and type that a NEWER record carries, for the alarm's text */
 void kmq_marker_newer(const void *value, size_t value_len, uint8_t *version, uint8_t *type);

@@ -418,52 +418,6 @@ void kafka_records_free(kafka_record *records, size_t n)
     for (size_t i = 0; i < n; i++) rd_kafka_message_destroy(records[i].priv);
 }
 
-/* Most messages have no headers, and asking librdkafka costs an allocation of 700 bytes to find that out: more than all the rest
- * of a message's way. In the record format since Kafka 0.11 the number of headers stands right behind the value, in the same buffer, and
- * librdkafka shows the value where it lies in that buffer: a zero there means none. In older formats that byte is the next message's, or one behind
- * the buffer: whatever it is, there are no headers. True of every version from 2.0.2 to the one named below; of these it is still
- * checked now and then, and once it was wrong it is not used any more in this process. */
-enum { PEEK_KNOWN = 0x021000ff, PEEK_FIRST = 64, PEEK_EVERY = 4096 };
-static atomic_bool peek_wrong;
-static atomic_uint peeks;
-
-#if defined(__has_feature)
-#define HAS_ASAN __has_feature(address_sanitizer)
-#elif defined(__SANITIZE_ADDRESS__)
-#define HAS_ASAN 1
-#else
-#define HAS_ASAN 0
-#endif
-
-static bool seems_bare(const rd_kafka_message_t *message)
-{
-    if (HAS_ASAN || message->payload == NULL || message->len == 0) return false;
-    return ((const unsigned char *)message->payload)[message->len] == 0;
-}
-
-static size_t headers_of(rd_kafka_message_t *message, kafka_header *out, size_t max)
-{
-    rd_kafka_headers_t *headers;
-    if (rd_kafka_message_headers(message, &headers) != RD_KAFKA_RESP_ERR_NO_ERROR) return 0;
-    for (size_t i = 0; i < max; i++)
-        if (rd_kafka_header_get_all(headers, i, &out[i].name, &out[i].value, &out[i].value_len) !=
-            RD_KAFKA_RESP_ERR_NO_ERROR)
-            break;
-    return rd_kafka_header_cnt(headers);
-}
-
-size_t kafka_record_headers(const kafka_record *record, kafka_header *out, size_t max)
-{
-    if (!seems_bare(record->priv) || rd_kafka_version() > PEEK_KNOWN ||
-        atomic_load_explicit(&peek_wrong, memory_order_relaxed))
-        return headers_of(record->priv, out, max);
-    unsigned count = atomic_fetch_add_explicit(&peeks, 1, memory_order_relaxed);
-    if (count >= PEEK_FIRST && count % PEEK_EVERY != 0) return 0;
-    size_t n = headers_of(record->priv, out, max);
-    if (n != 0) atomic_store(&peek_wrong, true);
-    return n;
-}
-
 /* ------------------------------------------------------------------ commit, seek */
 
 static bool metadata_ok(const char *metadata)

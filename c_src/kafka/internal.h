@@ -3,6 +3,7 @@
  *   error.c    codes, names, which errors pass by themselves
  *   cause.c    why nothing connects
  *   client.c   properties -> a librdkafka client; wake-ups; the live counter
+ *   headers.c  a record's headers, from where they lie
  *   event.c    a librdkafka event -> a kafka_event that owns all it shows
  *   outage.c   connections that are made, and which errors are one outage
  *   reaper.c   destroying, which may never return
@@ -74,6 +75,11 @@ void kafka_pause_ms(int ms); /* for threads that may wait */
 
 /* record shows message and borrows from it. */
 void kafka_record_make(rd_kafka_message_t *message, kafka_record *record);
+
+/* See headers.c. The headers behind a value, which must lie in a record with this key; false: it is not certain that they are these. Up to max of them,
+ * and how many there are. */
+bool kafka_headers_read(const void *key, size_t key_len, const void *value, size_t value_len, kmq_header *out,
+                        size_t max, size_t *count);
 
 /* Hands a message to a producer, which copies all of it. */
 rd_kafka_resp_err_t kafka_produce(rd_kafka_t *rk, rd_kafka_topic_t *rkt, int32_t partition, const void *key,

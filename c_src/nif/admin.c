@@ -373,7 +373,7 @@ static void keep_record(void *ctx, int64_t offset, const kafka_record *record)
 {
     static const store_kmq fresh = {.attempt = 1, .deliveries = 1, .id_header = -1, .expires_ms = INT64_MAX};
     reading *r = ctx;
-    kafka_header small[32], *headers = small;
+    kmq_header small[32], *headers = small;
     (void)offset;
     if (!record || r->no_memory) return;
     size_t n = kafka_record_headers(record, small, 32);
@@ -407,7 +407,8 @@ static ERL_NIF_TERM read_records(ErlNifEnv *env, admin *a, const char *topic, in
     enif_free(offsets);
     ERL_NIF_TERM list = enif_make_list(env, 0);
     size_t bytes = 0;
-    while (!rc && r.store.count) list = enif_make_list_cell(env, store_take(&r.store, env, &bytes), list);
+    store_names names = {0};
+    while (!rc && r.store.count) list = enif_make_list_cell(env, store_take(&r.store, env, &names, &bytes), list);
     enif_make_reverse_list(env, list, &list);
     store_free(&r.store);
     if (r.no_memory) {

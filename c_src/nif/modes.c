@@ -170,7 +170,8 @@ bool modes_expire(engine *e, part *p)
     }
     ErlNifEnv *env = e->letters_env ? e->letters_env : (e->letters_env = enif_alloc_env());
     size_t bytes = 0;
-    ERL_NIF_TERM record = store_take(&p->store, env, &bytes);
+    store_names names = {0};
+    ERL_NIF_TERM record = store_take(&p->store, env, &names, &bytes);
     ERL_NIF_TERM letter = enif_make_tuple4(env, enif_make_int(env, p->slot), term_text(env, p->topic->name),
                                            enif_make_int(env, p->partition), record);
     if (!e->n_letters) e->letters = enif_make_list(env, 0);

@@ -29,6 +29,7 @@
 
 enum {
     POP = 256,          /* records popped and freed together ... */
+    POP_HEADERS = 1024, /* that are looked at together */
     POP_BYTES = 131072, /* ... and how much of them: all that is popped is copied before the next look at the clock */
     QUANTUM = 1024, /* of one partition in a row, over several calls: a START of 1,000 costs what one of 10 costs ... */
     HAND_OUT = 64,  /* messages between two looks at the clock */
@@ -43,9 +44,15 @@ enum {
 static bool slice_over(ErlNifTime start) { return enif_monotonic_time(ERL_NIF_USEC) - start > SLICE_US; }
 
 /* ------------------------------------------------------------------ kmq's own headers */
-static bool header_is(const kafka_header *h, const char *name) { return strcmp(h->name, name) == 0; }
+static bool header_is(const kmq_header *h, const char *name)
+{
+    size_t len = strlen(name);
+    return h->name_len == len && !memcmp(h->name, name, len);
+}
 
-static int32_t parse_count(const kafka_header *h)
+static bool header_is_kmq(const kmq_header *h) { return h->name_len >= 4 && !memcmp(h->name, "kmq-", 4); }
+
+static int32_t parse_count(const kmq_header *h)
 {
     int64_t n = 0;
     const char *text = h->value;
@@ -59,7 +66,7 @@ static int32_t parse_count(const kafka_header *h)
 
 /* A copy's origin is "topic/partition/offset/timestamp". One of a topic that this group does not read is a dead letter, or was
  * moved here by hand: whoever reads this topic wants it, whatever group it failed in. */
-static bool origin_is_read(const engine *e, const kafka_header *origin)
+static bool origin_is_read(const engine *e, const kmq_header *origin)
 {
     if (!origin || !origin->value) return true;
     const char *end = memchr(origin->value, '/', origin->value_len);
@@ -69,10 +76,10 @@ static bool origin_is_read(const engine *e, const kafka_header *origin)
     return false;
 }
 
-static int64_t time_of(const kafka_header *h) { return h->value ? kmq_time_parse(h->value, h->value_len) : -1; }
+static int64_t time_of(const kmq_header *h) { return h->value ? kmq_time_parse(h->value, h->value_len) : -1; }
 
 /* When the message was published first. */
-static int64_t born_ms(const kafka_record *record, const kafka_header *origin)
+static int64_t born_ms(const kafka_record *record, const kmq_header *origin)
 {
     int64_t ms = -1;
     if (origin && origin->value) {
@@ -85,7 +92,7 @@ static int64_t born_ms(const kafka_record *record, const kafka_header *origin)
 }
 
 /* The pipeline's time to live begins with the publication; that of a delayed message, when it was due. */
-static void limit_life(const engine *e, const kafka_record *record, const kafka_header *origin, int64_t due_ms,
+static void limit_life(const engine *e, const kafka_record *record, const kmq_header *origin, int64_t due_ms,
                        store_kmq *kmq)
 {
     if (!e->config.ttl_ms) return;
@@ -97,18 +104,18 @@ static void limit_life(const engine *e, const kafka_record *record, const kafka_
 
 /* false = a copy made for another group: not for us. The first header of a name counts. *due_ms: a delayed message that was not
  * delivered anywhere yet is to wait until then; 0 = it is not. */
-static bool read_headers(const engine *e, const kafka_record *record, const kafka_header *headers, size_t n,
+static bool read_headers(const engine *e, const kafka_record *record, const kmq_header *headers, size_t n,
                          store_kmq *kmq, int64_t *due_ms)
 {
     int64_t due = -1, expires = -1;
     bool ours = true, group = false, count = false, deliveries = false, cause = false;
     for (size_t i = 0; i < n; i++) {
-        const kafka_header *h = &headers[i];
+        const kmq_header *h = &headers[i];
         if (!count && header_is(h, e->config.count_header)) {
             int32_t failures = kmq_count_decode(h->value ? h->value : "", h->value ? h->value_len : 0);
             kmq->attempt = failures < INT32_MAX ? failures + 1 : INT32_MAX;
             count = true;
-        } else if (strncmp(h->name, "kmq-", 4) != 0) {
+        } else if (!header_is_kmq(h)) {
             continue;
         } else if (!group && header_is(h, "kmq-group")) {
             ours = h->value && h->value_len == strlen(e->config.group_id) &&
@@ -128,7 +135,7 @@ static bool read_headers(const engine *e, const kafka_record *record, const kafk
             expires = time_of(h);
         }
     }
-    const kafka_header *origin = kmq->id_header < 0 ? NULL : &headers[kmq->id_header];
+    const kmq_header *origin = kmq->id_header < 0 ? NULL : &headers[kmq->id_header];
     if (expires >= 0) kmq->expires_ms = expires;
     limit_life(e, record, origin, due, kmq);
     *due_ms = due > 0 && !group ? due : 0;
@@ -159,25 +166,12 @@ static void note_error(engine *e, part *p, const kafka_record *record)
 
 /* The ledger first, then the store: when there is no memory for a message, its offset waits in the ledger without one, nothing
  * behind it is taken, and the partition begins again at the first offset that was not handed out. Never a gap. */
-static bool store_or_break(part *p, const kafka_record *record, const kafka_header *headers, size_t n,
+static bool store_or_break(part *p, const kafka_record *record, const kmq_header *headers, size_t n,
                            const store_kmq *kmq)
 {
     if (store_push(&p->store, record, headers, n, kmq)) return true;
     p->lame = true;
     return false;
-}
-
-static bool wanted(const engine *e, const kafka_header *headers, size_t n)
-{
-    kmq_filter_header small[16], *all = small;
-    if (kmq_filter_is_empty(&e->config.filter)) return true;
-    if (n > sizeof small / sizeof *small) all = enif_alloc(n * sizeof *all);
-    if (!all) return true; /* rather one too many than one lost */
-    for (size_t i = 0; i < n; i++)
-        all[i] = (kmq_filter_header){headers[i].name, strlen(headers[i].name), headers[i].value, headers[i].value_len};
-    bool match = kmq_filter_match(&e->config.filter, all, n);
-    if (all != small) enif_free(all);
-    return match;
 }
 
 /* Its PARK is written with the next STARTs; until it is durable the offset holds the commit. */
@@ -191,12 +185,13 @@ static int park_it(part *p, int64_t offset, int64_t due_ms)
     return rc;
 }
 
-static bool keep_headed(engine *e, part *p, const kafka_record *record, const kafka_header *headers, size_t n,
+static bool keep_headed(engine *e, part *p, const kafka_record *record, const kmq_header *headers, size_t n,
                         int64_t now)
 {
     store_kmq kmq = {.attempt = 1, .deliveries = 1, .id_header = -1, .expires_ms = INT64_MAX};
     int64_t due_ms = 0;
-    bool ours = read_headers(e, record, headers, n, &kmq, &due_ms), wants = ours && wanted(e, headers, n);
+    bool ours = read_headers(e, record, headers, n, &kmq, &due_ms),
+         wants = ours && kmq_filter_match(&e->config.filter, headers, n);
     bool delayed = wants && engine_marks(e) && due_ms > 0 && due_ms > part_now(p, now);
     int rc;
     if (wants && !engine_marks(e) &&
@@ -226,7 +221,7 @@ static bool keep_headed(engine *e, part *p, const kafka_record *record, const ka
  * moves. */
 static bool keep(engine *e, part *p, const kafka_record *record, int64_t now)
 {
-    kafka_header small[16], *headers = small;
+    kmq_header small[16], *headers = small;
     size_t n = kafka_record_headers(record, small, sizeof small / sizeof *small);
     if (n > sizeof small / sizeof *small) {
         headers = enif_alloc(n * sizeof *headers);
@@ -241,16 +236,29 @@ static bool keep(engine *e, part *p, const kafka_record *record, int64_t now)
     return ok;
 }
 
-/* The common case, many plain messages: one call into the ledger for all of them. */
-static size_t keep_plain(part *p, const kafka_record *records, size_t n)
+/* Nothing that is for us to read: kept as it is. */
+static bool ordinary(const engine *e, const kmq_header *headers, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (header_is_kmq(&headers[i]) || header_is(&headers[i], e->config.count_header)) return false;
+    return true;
+}
+
+/* The common case, many ordinary messages: one call into the ledger for all of them. */
+static size_t keep_ordinary(engine *e, part *p, const kafka_record *records, size_t n)
 {
     static const store_kmq fresh = {.attempt = 1, .deliveries = 1, .id_header = -1, .expires_ms = INT64_MAX};
+    kmq_header headers[POP_HEADERS];
+    size_t ends[POP]; /* of each one's headers */
     int64_t offsets[POP], next = p->position;
-    size_t count = 0, kept = 0;
+    size_t count = 0, kept = 0, used = 0;
     for (; count < n; count++) {
         const kafka_record *r = &records[count];
-        kafka_header one;
-        if (r->error || r->offset < next || kafka_record_headers(r, &one, 1)) break;
+        if (r->error || r->offset < next) break;
+        size_t more = kafka_record_headers(r, headers + used, POP_HEADERS - used);
+        if (more > POP_HEADERS - used || !ordinary(e, headers + used, more)) break;
+        used += more;
+        ends[count] = used;
         offsets[count] = r->offset;
         next = r->offset + 1;
     }
@@ -263,19 +271,20 @@ static size_t keep_plain(part *p, const kafka_record *records, size_t n)
         return 0;
     }
     p->position = next;
-    while (kept < count && store_or_break(p, &records[kept], NULL, 0, &fresh)) kept++;
+    for (size_t from = 0; kept < count; from = ends[kept++])
+        if (!store_or_break(p, &records[kept], headers + from, ends[kept] - from, &fresh)) break;
     return kept;
 }
 
 static size_t fetch_some(engine *e, part *p, size_t max, int64_t now)
 {
-    bool plain_goes = !e->config.ttl_ms && kmq_filter_is_empty(&e->config.filter);
+    bool all_are_wanted = !e->config.ttl_ms && kmq_filter_is_empty(&e->config.filter);
     kafka_record records[POP];
     if (max > POP) max = POP;
     size_t n = kafka_queue_pop_bytes(p->queue, records, max, POP_BYTES), i = 0, kept = 0, bytes = 0;
     for (size_t k = 0; k < n; k++) bytes += records[k].value_len;
     while (i < n && !p->broken && !p->lame) {
-        size_t plain = plain_goes ? keep_plain(p, records + i, n - i) : 0;
+        size_t plain = all_are_wanted ? keep_ordinary(e, p, records + i, n - i) : 0;
         i += plain;
         kept += plain;
         if (i == n || p->lame) break;
@@ -518,6 +527,7 @@ typedef struct handing {
     lanes *lanes;   /* NULL: no order is kept */
     int64_t unseen; /* messages since the last look at the clock */
     bool cut;       /* by the time slice */
+    store_names names;
     ERL_NIF_TERM batches, unknown;
 } handing;
 
@@ -550,7 +560,7 @@ static int64_t hand_out_some(engine *e, part *p, ErlNifEnv *env, int64_t max, ha
         modes_handed(e, p, n);
         for (int64_t i = 0; i < n; i++) {
             if (store_first_expires(&p->store) <= broker_now && expire(e, p, h->now)) continue;
-            *list = enif_make_list_cell(env, store_take(&p->store, env, &bytes), *list);
+            *list = enif_make_list_cell(env, store_take(&p->store, env, &h->names, &bytes), *list);
             got++;
         }
         h->unseen += n;

@@ -122,12 +122,11 @@ static unsigned char *append(unsigned char *at, const void *bytes, size_t size)
     return at + size;
 }
 
-bool store_push(store *s, const kafka_record *record, const kafka_header *headers, size_t n_headers,
-                const store_kmq *kmq)
+bool store_push(store *s, const kafka_record *record, const kmq_header *headers, size_t n_headers, const store_kmq *kmq)
 {
     size_t headers_len = 0;
     for (size_t i = 0; i < n_headers; i++)
-        headers_len += sizeof(packed_header) + strlen(headers[i].name) + (headers[i].value ? headers[i].value_len : 0);
+        headers_len += sizeof(packed_header) + headers[i].name_len + headers[i].value_len;
     bool large = record->value && record->value_len >= s->large;
     size_t value_len = large ? sizeof(ErlNifBinary) : record->value ? record->value_len : 0;
     size_t key_len = record->key ? record->key_len : 0;
@@ -158,7 +157,7 @@ bool store_push(store *s, const kafka_record *record, const kafka_header *header
     at = append(at, record->key, key_len);
     at = append(at, large ? (const void *)&bin : record->value, value_len);
     for (size_t i = 0; i < n_headers; i++) {
-        packed_header packed = {.name_len = (uint32_t)strlen(headers[i].name),
+        packed_header packed = {.name_len = (uint32_t)headers[i].name_len,
                                 .value_len = headers[i].value ? (int32_t)headers[i].value_len : NO_LENGTH};
         at = append(at, &packed, sizeof packed);
         at = append(at, headers[i].name, packed.name_len);
@@ -223,14 +222,29 @@ static ERL_NIF_TERM take_bytes(ErlNifEnv *env, const unsigned char **at, int32_t
     return term;
 }
 
-static ERL_NIF_TERM take_headers(ErlNifEnv *env, const unsigned char *at, const store_entry *entry, ERL_NIF_TERM *id)
+static ERL_NIF_TERM take_name(ErlNifEnv *env, store_name *known, const unsigned char **at, uint32_t len)
+{
+    if (known->term && known->len == len && !memcmp(known->bytes, *at, len)) {
+        *at += len;
+        return known->term;
+    }
+    const unsigned char *bytes = *at;
+    ERL_NIF_TERM term = take_bytes(env, at, (int32_t)len);
+    if (len > STORE_NAME_MAX) return term;
+    *known = (store_name){.term = term, .len = len};
+    memcpy(known->bytes, bytes, len);
+    return term;
+}
+
+static ERL_NIF_TERM take_headers(ErlNifEnv *env, store_names *names, const unsigned char *at, const store_entry *entry,
+                                 ERL_NIF_TERM *id)
 {
     ERL_NIF_TERM list = enif_make_list(env, 0);
     for (uint32_t i = 0; i < entry->n_headers; i++) {
         packed_header packed;
         memcpy(&packed, at, sizeof packed);
         at += sizeof packed;
-        ERL_NIF_TERM name = take_bytes(env, &at, (int32_t)packed.name_len);
+        ERL_NIF_TERM name = take_name(env, &names->at[i % STORE_NAMES], &at, packed.name_len);
         ERL_NIF_TERM value = take_bytes(env, &at, packed.value_len);
         if ((int32_t)i == entry->kmq.id_header) *id = value;
         list = enif_make_list_cell(env, enif_make_tuple2(env, name, value), list);
@@ -239,7 +253,7 @@ static ERL_NIF_TERM take_headers(ErlNifEnv *env, const unsigned char *at, const 
     return list;
 }
 
-ERL_NIF_TERM store_take(store *s, ErlNifEnv *env, size_t *bytes)
+ERL_NIF_TERM store_take(store *s, ErlNifEnv *env, store_names *names, size_t *bytes)
 {
     store_entry *entry = first_entry(s);
     const unsigned char *at = (const unsigned char *)(entry + 1);
@@ -253,7 +267,7 @@ ERL_NIF_TERM store_take(store *s, ErlNifEnv *env, size_t *bytes)
         value = take_bytes(env, &at, entry->value_len);
     }
     ERL_NIF_TERM id = atoms.nil;
-    ERL_NIF_TERM headers = entry->n_headers ? take_headers(env, at, entry, &id) : enif_make_list(env, 0);
+    ERL_NIF_TERM headers = entry->n_headers ? take_headers(env, names, at, entry, &id) : enif_make_list(env, 0);
     ERL_NIF_TERM term = enif_make_tuple8(
         env, enif_make_int64(env, entry->offset), enif_make_int64(env, entry->timestamp_ms), key, value, headers,
         enif_make_int(env, entry->kmq.attempt), enif_make_int(env, entry->kmq.deliveries), id);

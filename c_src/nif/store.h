@@ -48,11 +48,22 @@ typedef struct store_kmq {
     bool crashed;       /* its last cause was a crash */
 } store_kmq;
 
+/* Names of headers that one call made terms of: the next message's most often are the same, in the same places, and share them. */
+enum { STORE_NAMES = 8, STORE_NAME_MAX = 32 };
+typedef struct store_name {
+    ERL_NIF_TERM term; /* 0: none yet */
+    uint32_t len;
+    unsigned char bytes[STORE_NAME_MAX];
+} store_name;
+typedef struct store_names {
+    store_name at[STORE_NAMES];
+} store_names;
+
 void store_pool_free(store_pool *pool);
 void store_init(store *store, store_pool *pool, size_t large);
 void store_free(store *store);
 /* Copies the record and its headers. false = no memory, unchanged. */
-bool store_push(store *store, const kafka_record *record, const kafka_header *headers, size_t n_headers,
+bool store_push(store *store, const kafka_record *record, const kmq_header *headers, size_t n_headers,
                 const store_kmq *kmq);
 /* Offset of the first entry; only when count > 0. */
 int64_t store_first(const store *store);
@@ -67,7 +78,7 @@ int32_t store_first_attempt(const store *store);
 int64_t store_uncrashed(const store *store, int64_t most, int64_t below);
 /* Takes it out unseen. */
 void store_drop(store *store);
-/* Takes the first entry out as the term {Offset, Ts, Key, Value, Headers, Attempt, Deliveries, Id | nil}. */
-ERL_NIF_TERM store_take(store *store, ErlNifEnv *env, size_t *bytes);
+/* Takes the first entry out as the term {Offset, Ts, Key, Value, Headers, Attempt, Deliveries, Id | nil}. names: of this env, zeroed at first. */
+ERL_NIF_TERM store_take(store *store, ErlNifEnv *env, store_names *names, size_t *bytes);
 
 #endif

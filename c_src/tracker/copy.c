@@ -24,7 +24,7 @@ static char *put(char **at, const void *bytes, size_t n)
 
 tracker_payload *tracker_payload_new(const kafka_record *record)
 {
-    kafka_header few[FEW_HEADERS], *headers = few, *many = NULL;
+    kmq_header few[FEW_HEADERS], *headers = few, *many = NULL;
     size_t n = kafka_record_headers(record, few, FEW_HEADERS);
     if (n > FEW_HEADERS) {
         headers = many = malloc(n * sizeof *many);
@@ -32,7 +32,7 @@ tracker_payload *tracker_payload_new(const kafka_record *record)
         n = kafka_record_headers(record, many, n);
     }
     size_t bytes = sizeof(tracker_payload) + n * sizeof(kafka_header) + record->key_len + record->value_len;
-    for (size_t i = 0; i < n; i++) bytes += strlen(headers[i].name) + 1 + headers[i].value_len;
+    for (size_t i = 0; i < n; i++) bytes += headers[i].name_len + 1 + headers[i].value_len;
     tracker_payload *payload = malloc(bytes);
     if (payload) {
         payload->headers = (kafka_header *)(void *)(payload + 1);
@@ -46,7 +46,8 @@ tracker_payload *tracker_payload_new(const kafka_record *record)
         payload->value = record->value ? put(&at, record->value, record->value_len) : NULL;
         for (size_t i = 0; i < n; i++) {
             kafka_header *h = &payload->headers[i];
-            h->name = put(&at, headers[i].name, strlen(headers[i].name) + 1);
+            h->name = put(&at, headers[i].name, headers[i].name_len);
+            *at++ = 0;
             h->value_len = headers[i].value_len;
             h->value = headers[i].value ? put(&at, headers[i].value, headers[i].value_len) : NULL;
         }

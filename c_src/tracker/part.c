@@ -151,11 +151,9 @@ static void stay_warm(const tracker *t, tracker_part *part)
 static bool read_record(tracker *t, tracker_part *part, const kafka_record *record)
 {
     if (record->offset < part->position) return true; /* left over from before a seek */
-    kafka_header found[HEADERS];
-    kmq_marker_header headers[HEADERS];
-    size_t n = kafka_record_headers(record, found, HEADERS);
+    kmq_header headers[HEADERS];
+    size_t n = kafka_record_headers(record, headers, HEADERS);
     if (n > HEADERS) n = HEADERS;
-    for (size_t i = 0; i < n; i++) headers[i] = (kmq_marker_header){found[i].name, found[i].value, found[i].value_len};
     kmq_marker marker;
     switch (kmq_marker_decode(&part->queue->scope, part->partition, record->key, record->key_len, record->value,
                               record->value_len, headers, n, &marker)) {

@@ -124,7 +124,7 @@ static void test_clauses(void **state)
     (void)state;
     kmq_alloc alloc = kmq_alloc_libc();
     kmq_filter filter;
-    const kmq_filter_header headers[] = {
+    const kmq_header headers[] = {
         HEADER("kmq-tags", "red,green,,blue"),      HEADER("region", "eu"), HEADER("region", "us"),
         HEADER("kmq-routing-key", "orders.new.eu"), {"null", 4, NULL, 0},   HEADER("empty", "")};
     const size_t n = sizeof headers / sizeof headers[0];

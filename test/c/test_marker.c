@@ -199,16 +199,13 @@ static void test_kmq_headers(void **state)
     kmq_marker_encode_key(key, 7, 42);
     assert_int_equal(kmq_marker_encode_kmq_start(value, 500), 9);
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        kmq_marker_header headers[5];
+        kmq_header headers[5];
         size_t n = 0;
-        if (cases[i].group != NULL)
-            headers[n++] = (kmq_marker_header){"kmq-group", cases[i].group, strlen(cases[i].group)};
-        if (cases[i].cause != NULL)
-            headers[n++] = (kmq_marker_header){"kmq-cause", cases[i].cause, strlen(cases[i].cause)};
-        if (cases[i].flags != NULL)
-            headers[n++] = (kmq_marker_header){"kmq-flags", cases[i].flags, strlen(cases[i].flags)};
-        headers[n++] = (kmq_marker_header){"kmq-error", text, sizeof text};
-        headers[n++] = (kmq_marker_header){"kmq-group", "others", 6}; /* the first of a name counts */
+        if (cases[i].group != NULL) headers[n++] = (kmq_header){"kmq-group", 9, cases[i].group, strlen(cases[i].group)};
+        if (cases[i].cause != NULL) headers[n++] = (kmq_header){"kmq-cause", 9, cases[i].cause, strlen(cases[i].cause)};
+        if (cases[i].flags != NULL) headers[n++] = (kmq_header){"kmq-flags", 9, cases[i].flags, strlen(cases[i].flags)};
+        headers[n++] = (kmq_header){"kmq-error", 9, text, sizeof text};
+        headers[n++] = (kmq_header){"kmq-group", 9, "others", 6}; /* the first of a name counts */
         if (cases[i].group == NULL) n--;
         if (kmq_marker_decode(&scope, 7, key, 12, value, 9, headers, n, &marker) != cases[i].verdict)
             fail_msg("case %zu", i);
@@ -230,17 +227,17 @@ static void test_kmq_headers(void **state)
                  {"-1", -1},
                  {"1e3", -1}};
     for (size_t i = 0; i < sizeof parks / sizeof parks[0]; i++) {
-        kmq_marker_header headers[] = {{"kmq-cause", "parked", 6}, {"kmq-due", parks[i].due, strlen(parks[i].due)}};
+        kmq_header headers[] = {{"kmq-cause", 9, "parked", 6}, {"kmq-due", 7, parks[i].due, strlen(parks[i].due)}};
         bool good = parks[i].due_ms >= 0;
         assert_int_equal(kmq_marker_decode(&scope, 7, key, 12, value, 9, headers, 2, &marker),
                          good ? KMQ_MARKER_OURS : KMQ_MARKER_MALFORMED);
         if (good) assert_true(marker.type == KMQ_MARKER_PARK && marker.time_ms == parks[i].due_ms);
     }
-    kmq_marker_header group = {"kmq-group", "others", 6};
+    kmq_header group = {"kmq-group", 9, "others", 6};
     (void)kmq_marker_encode_kmq_end(value);
     assert_int_equal(kmq_marker_decode(&scope, 7, key, 12, value, 1, &group, 1, &marker), KMQ_MARKER_FOREIGN);
     assert_int_equal(
-        kmq_marker_decode(&scope, 7, key, 12, value, 1, &(kmq_marker_header){"kmq-group", NULL, 0}, 1, &marker),
+        kmq_marker_decode(&scope, 7, key, 12, value, 1, &(kmq_header){"kmq-group", 9, NULL, 0}, 1, &marker),
         KMQ_MARKER_FOREIGN);
 }
 
