@@ -629,14 +629,26 @@ static int64_t hand_out_all(engine *e, part *p, ErlNifEnv *env, int64_t max, han
     return n;
 }
 
+/* As the other cursor: what is handed out in a row is acked in a row, and its ENDs are one record. */
+static void next_to_hand(engine *e, int64_t now)
+{
+    e->hand_cursor++;
+    e->hand_run = 0;
+    e->hand_since = now;
+}
+
 static int64_t hand_out(engine *e, ErlNifEnv *env, int64_t max, handing *h)
 {
     int64_t got = 0;
-    size_t first = e->hand_cursor++; /* each time another: where all is fetched already, the other cursor stands */
+    if (h->now - e->hand_since > RUN_MS || e->hand_run >= MARKS_RUN) next_to_hand(e, h->now);
     for (size_t i = 0; i < e->n_active && got < max && !h->cut; i++) {
-        part *p = e->active[(first + i) % e->n_active];
-        if (!p->store.count || p->paused) continue;
-        got += h->lanes ? hand_out_lanes(e, p, env, max - got, h) : hand_out_all(e, p, env, max - got, h);
+        part *p = e->active[e->hand_cursor % e->n_active];
+        int64_t n = 0;
+        if (p->store.count && !p->paused)
+            n = h->lanes ? hand_out_lanes(e, p, env, max - got, h) : hand_out_all(e, p, env, max - got, h);
+        got += n;
+        e->hand_run += n;
+        if (got < max && !h->cut) next_to_hand(e, h->now);
     }
     if (got) {
         e->handed_total += (uint64_t)got;
