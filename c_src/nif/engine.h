@@ -225,6 +225,7 @@ struct engine {
     size_t run; /* offsets of the partition at the cursor that were read in a row, since ... */
     int64_t run_since;
     int64_t hand_run, hand_since; /* the same, handed out of the one at the hand_cursor */
+    int64_t shares_due;           /* when each partition's share is fetched next */
     store_pool store_pool;
     size_t n_retired;
     uncovered uncovered[UNCOVERED_MAX]; /* the newest of n_uncovered */

@@ -143,7 +143,6 @@ static void finish(engine *e, mark *m, int64_t now)
         enif_mutex_unlock(p->lock);
         uint64_t handed = e->handed_total - m->handed_before;
         e->handed_per_trip -= e->handed_per_trip / 8;
-        e->hunger -= e->hunger / 64;
         if (e->start_reported < m->seq) e->start_reported = m->seq;
         if (e->handed_per_trip < handed) e->handed_per_trip = handed;
         (void)KMQ_FAILPOINT("start_handout");

@@ -33,8 +33,11 @@ enum {
     POP_BYTES = 131072, /* ... and how much of them: all that is popped is copied before the next look at the clock */
     QUANTUM = 1024, /* of one partition in a row, over several calls: a START of 1,000 costs what one of 10 costs ... */
     HAND_OUT = 64,  /* messages between two looks at the clock */
-    AHEAD_MAX = 65536, /* messages STARTed beside start_ahead, at most */
+    AHEAD_MAX = 65536, /* messages STARTed beside start_ahead, at most, ... */
     AHEAD_FRESH_MS = 200,
+    HUNGER_MAX =
+        4 *
+        MARKS_RUN, /* ... and before it is known how many are handed out in a round trip: enough for the longest runs, still in the cache when their turn comes */
     HUNGER_MS = 100,
     START_MS = 20,
     RUN_MS = 8,    /* ... for so long: beside a backlog that is worked off slowly the others have their turn */
@@ -345,7 +348,7 @@ static void starved(engine *e)
     }
     e->hungry_since = e->seq + 1;
     e->hunger = 8 * (e->hunger ? e->hunger : (uint64_t)e->config.start_ahead);
-    if (e->hunger > AHEAD_MAX) e->hunger = AHEAD_MAX;
+    if (e->hunger > HUNGER_MAX) e->hunger = HUNGER_MAX;
 }
 
 /* It shrinks, also while there are few STARTs: it fills the window with messages that callers who are slow by now will take long to get to. */
@@ -403,13 +406,20 @@ static bool unread(const engine *e, int64_t want, int64_t now)
     return false;
 }
 
-/* So much of each partition is fetched, however much is of others: where one's backlog fills the window, and its callers are slow to work it off,
- * the others' messages would wait until there is room. */
+/* So much of each partition is fetched now and then, however much is of others: where one's backlog fills the window, and its callers are slow to work it
+ * off, the others' messages would wait until there is room. Not each time: these are STARTed in short runs. */
 static void fetch_shares(engine *e, size_t bytes, int64_t now, ErlNifTime start)
 {
     size_t share = (size_t)e->config.start_ahead / e->n_active + 1;
+    bool read = false;
     for (size_t i = 0; i < e->n_active; i++) {
         part *p = e->active[(e->cursor + i) % e->n_active];
+        if (!flows(p) || p->store.count >= share) continue;
+        if (now < e->shares_due) {
+            engine_notify_owner(e, e->shares_due - now);
+            return;
+        }
+        read = true;
         while (flows(p) && p->store.count < share) {
             size_t before = p->store.bytes;
             if ((int64_t)bytes >= e->config.store_bytes || slice_over(start)) return;
@@ -417,6 +427,7 @@ static void fetch_shares(engine *e, size_t bytes, int64_t now, ErlNifTime start)
             bytes += p->store.bytes - before;
         }
     }
+    if (read) e->shares_due = now + START_MS;
 }
 
 static void next_run(engine *e, int64_t now)
