@@ -415,7 +415,7 @@ ERL_NIF_TERM pump_take_lanes(engine *engine, ErlNifEnv *env, int64_t max, lanes 
                              ERL_NIF_TERM *unknown);
 
 /* -- marks.c */
-enum { MARKS_RUN = 4096 }; /* long enough for a START of its own */
+enum { MARKS_RUN = 8192 }; /* long enough for a START of its own */
 void marks_reports(engine *engine, int64_t now);
 void marks_start(engine *engine, part *part, int64_t now);
 void marks_flush(engine *engine, int64_t now); /* ENDs and RETRYs that wait */
