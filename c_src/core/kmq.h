@@ -27,7 +27,6 @@ typedef struct kmq_alloc {
 /* realloc and free of the C library */
 kmq_alloc kmq_alloc_libc(void);
 
-/* Offsets lo, lo + 1, ... hi - 1. */
 /* A header of a record that was read; borrowed. */
 typedef struct kmq_header {
     const char *name; /* with no NUL behind it */
@@ -36,6 +35,7 @@ typedef struct kmq_header {
     size_t value_len;
 } kmq_header;
 
+/* Offsets lo, lo + 1, ... hi - 1. */
 typedef struct kmq_range {
     int64_t lo;
     int64_t hi;

@@ -13,8 +13,8 @@
  * whatever else does not look exactly as above, are left to librdkafka.
  *
  * The length is the one number whose begin the bytes do not tell: in front of it is the end of another record. The shortest that the record fits into
- * is taken. A shorter one than the true one leaves headers that do not end where the record does; a longer one is not taken. So nothing is read that is
- * not part of the record, of which librdkafka has seen that it is part of the answer.
+ * is taken. A shorter one than the true one leaves headers that do not end where the record does; a longer one is not taken, also where the true one has
+ * no room for headers. So nothing is read that is not part of the record, of which librdkafka has seen that it is part of the answer.
  *
  * This holds in every version from 2.0.2 to the one named below; of these it is still checked now and then against librdkafka's own answer, and once it
  * was wrong it is not used any more in this process. */
@@ -22,7 +22,13 @@
 #include <stdatomic.h>
 #include <string.h>
 
-enum { SHOWN_KNOWN = 0x021000ff, CHECK_FIRST = 64, CHECK_EVERY = 4096, VARINT_MAX = 5 };
+enum {
+    SHOWN_KNOWN = 0x021000ff,
+    CHECK_FIRST = 64,
+    CHECK_EVERY = 4096,
+    VARINT_MAX = 5,
+    HEADERS_MAX = 100000 /* librdkafka's */
+};
 static atomic_bool shown_wrong;
 static atomic_uint shown;
 
@@ -78,16 +84,18 @@ static bytes record_end(const void *key, size_t key_len, const void *value, byte
 {
     bytes at = value;
     if (!back_over_length(&at, headers - at)) return NULL;
-    if (key != NULL && (bytes)key + key_len != at) return NULL;
-    if (key != NULL) at -= key_len;
+    if (key_len != 0 && (bytes)key + key_len != at) return NULL; /* librdkafka shows an empty key somewhere else */
+    at -= key_len;
     if (!back_over_length(&at, key != NULL ? (int64_t)key_len : -1)) return NULL;
     if (!back_over_varint(&at) || !back_over_varint(&at) || *--at != 0) return NULL;
     if (at[-1] & 0x80) return NULL;
-    for (bytes begin = at - 1; begin >= at - VARINT_MAX; begin--) {
+    for (int n = 1; n <= VARINT_MAX; n++) {
         int64_t length;
-        bytes from = begin;
-        if (read_varint(&from, at, &length) && length > headers - at) return at + length;
-        if (!(begin[-1] & 0x80)) break;
+        bytes from = at - n;
+        if (!read_varint(&from, at, &length)) break;
+        if (length == headers - at) break; /* no headers, not even how many: not of a writer that keeps to the format */
+        if (length > headers - at) return length <= INT32_MAX ? at + length : NULL;
+        if (!(at[-n - 1] & 0x80)) break;
     }
     return NULL;
 }
@@ -97,7 +105,7 @@ bool kafka_headers_read(const void *key, size_t key_len, const void *value, size
 {
     bytes at = (bytes)value + value_len, end = record_end(key, key_len, value, at);
     int64_t n, len;
-    if (end == NULL || !read_varint(&at, end, &n) || n < 0) return false;
+    if (end == NULL || !read_varint(&at, end, &n) || n < 0 || n > HEADERS_MAX) return false;
     for (int64_t i = 0; i < n; i++) {
         kmq_header field;
         if (!read_varint(&at, end, &len) || len < 0 || len > end - at) return false;
@@ -134,10 +142,11 @@ static bool is_shown(const rd_kafka_message_t *message)
            !atomic_load_explicit(&shown_wrong, memory_order_relaxed);
 }
 
-/* In older formats that byte is the next message's, or one behind the buffer: whatever it is, there are no headers. */
-static bool seems_bare(const rd_kafka_message_t *message)
+/* Its length stands before the value as it does in no older format, where the byte behind it may be none of the buffer's. */
+static bool is_bare(const rd_kafka_message_t *message)
 {
-    return ((const unsigned char *)message->payload)[message->len] == 0;
+    bytes value = message->payload, at = value;
+    return back_over_length(&at, (int64_t)message->len) && value[message->len] == 0;
 }
 
 static bool same(const kmq_header *a, const kmq_header *b, size_t n)
@@ -169,7 +178,7 @@ size_t kafka_record_headers(const kafka_record *record, kmq_header *out, size_t 
     rd_kafka_message_t *message = record->priv;
     size_t n = 0;
     if (is_shown(message) &&
-        (seems_bare(message) ||
+        (is_bare(message) ||
          kafka_headers_read(record->key, record->key_len, record->value, record->value_len, out, max, &n)) &&
         right(message, out, n, max))
         return n;

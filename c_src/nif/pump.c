@@ -8,6 +8,7 @@
  *                                   its slice was over, or what stood, or took the room, when it read does so no more (`unread`)
  *   not STARTed: too few for a run  more are read, or nothing that flows is STARTed: then any number is a run (`starts_urgent`); after START_MS, too,
  *                                   of which the owner's timer sees to it
+ *   window full                     a hand-out. Of a partition below its share, which others' backlog keeps out, the owner's timer at shares_due
  *   START on its way                its report: ready. Failed: the owner's timer at start_pause_until
  *   gated                           its commit's answer: ready; failed: the owner's timer at commit_due. Covered already: open at once
  *   window (at most once)           the same; an answer also says that the next may be asked for
@@ -336,7 +337,7 @@ static int64_t window(const engine *e, int64_t want, int64_t now)
 }
 
 /* Somebody wants more, and all that may be STARTed is under way: eight times as much, once for each round trip. */
-static void starved(engine *e)
+static void starved(engine *e, int64_t now)
 {
     if (e->start_reported < e->hungry_since) return;
     for (size_t i = 0; i < e->n_active; i++) { /* what is ready waits for something else: a commit, a lane */
@@ -347,16 +348,16 @@ static void starved(engine *e)
         if (ready) return;
     }
     e->hungry_since = e->seq + 1;
-    e->hunger = 8 * (e->hunger ? e->hunger : (uint64_t)e->config.start_ahead);
+    if (!e->hunger) e->hunger_at = now;
+    if (e->hunger < (uint64_t)e->config.start_ahead) e->hunger = (uint64_t)e->config.start_ahead;
+    e->hunger *= 8;
     if (e->hunger > HUNGER_MAX) e->hunger = HUNGER_MAX;
 }
 
-/* It shrinks, also while there are few STARTs: it fills the window with messages that callers who are slow by now will take long to get to. */
+/* It shrinks with time: it fills the window with messages that callers who are slow by now will take long to get to. */
 static void sated(engine *e, int64_t now)
 {
-    if (now - e->hunger_at < HUNGER_MS) return;
-    e->hunger -= e->hunger / 8;
-    e->hunger_at = now;
+    for (; e->hunger && now - e->hunger_at >= HUNGER_MS; e->hunger_at += HUNGER_MS) e->hunger -= (e->hunger + 7) / 8;
 }
 
 /* Is less than half of what is to be STARTed ahead on its way or durable? With nothing STARTed always: a backlog of few messages would wait for
@@ -445,7 +446,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
     size_t idle = 0, bytes;
     stored(e, &count, &bytes);
     sated(e, now);
-    if (want > 0 && engine_marks(e) && count >= window(e, want, now)) starved(e);
+    if (want > 0 && engine_marks(e) && count >= window(e, want, now)) starved(e, now);
     int64_t room = window(e, want, now) - count;
     bool skipped = false;
     /* Each START is a request to the broker: callers in a hurry get longer runs, of which the window holds three (one that is read, one on its
@@ -661,6 +662,8 @@ static int64_t hand_out(engine *e, ErlNifEnv *env, int64_t max, handing *h)
         e->hand_run += n;
         if (got < max && !h->cut) next_to_hand(e, h->now);
     }
+    /* It has gone once round all of them: two that share a lane take turns. */
+    if (got < max && !h->cut) next_to_hand(e, h->now);
     if (got) {
         e->handed_total += (uint64_t)got;
         e->handed_at = h->now;

@@ -109,15 +109,17 @@ static void all_that_is_there(void **state)
     kmq_rng rng = kmq_test_rng(__func__);
     for (int64_t i = 0; i < kmq_test_scale(20000); i++) {
         unsigned char before[8], *block;
-        kmq_header got[MOST];
+        kmq_header got[MOST + 1];
         size_t count = SIZE_MAX, n_before = (size_t)kmq_rng_below(&rng, sizeof before + 1),
                max = (size_t)kmq_rng_below(&rng, MOST + 1);
         for (size_t k = 0; k < sizeof before; k++)
             before[k] = (unsigned char)(0x80 | kmq_rng_next(&rng)); /* as if the length went on */
         make(&rng, &r);
+        got[max].name = "behind max";
         bool ok = reads(&r, before, n_before, got, max, &count, &block);
         bool right = ok && count == r.count && is_as_wanted(&r, block + n_before, got, max < count ? max : count);
         free(block);
+        assert_string_equal(got[max].name, "behind max");
         /* headers 127 times as long as all before them: left to librdkafka */
         if (!ok && (r.n - r.headers) / 127 >= r.headers - 5) continue;
         if (!right) fail_msg("record %lld: ok %d count %zu of %zu", (long long)i, ok, count, r.count);
@@ -175,6 +177,119 @@ static void older_formats_are_left_alone(void **state)
     }
 }
 
+/* {8, 'k', 'e', 'y', 's'}: the key; {2, 'v'}: the value; then the headers a: "1" and b: null. Each in its place. */
+enum {
+    LENGTH,
+    ATTRIBUTES,
+    TIME,
+    OFFSET,
+    KEY_LEN,
+    KEY,
+    VALUE_LEN = KEY + 4,
+    VALUE,
+    COUNT,
+    NAME_LEN,
+    NAME,
+    A_LEN,
+    A,
+    B_NAME_LEN,
+    B_NAME,
+    B_LEN,
+    END
+};
+static const unsigned char small[END] = {2 * (END - 1), 0, 0, 2,   8, 'k', 'e', 'y', 's', 2,
+                                         'v',           4, 2, 'a', 2, '1', 2,   'b', 1};
+
+/* Behind another record, which ends with a zero. */
+static bool reads_small(const unsigned char *bytes, size_t n, size_t key_at, size_t key_len)
+{
+    enum { BEFORE = 8 };
+    unsigned char *block = calloc(1, BEFORE + n), *at = block + BEFORE;
+    kmq_header got[2];
+    size_t count = 0;
+    assert_non_null(block);
+    memcpy(at, bytes, n);
+    bool ok = kafka_headers_read(key_len ? (const void *)(at + key_at) : "", key_len, at + VALUE, 1, got, 2, &count);
+    if (ok) assert_int_equal(count, 2);
+    free(block);
+    return ok;
+}
+
+static void every_number_counts(void **state)
+{
+    (void)state;
+    static const struct {
+        int at;
+        unsigned char byte;
+    } wrong[] = {{LENGTH, small[LENGTH] + 2},
+                 {LENGTH, small[LENGTH] - 2},
+                 {LENGTH, 2 * (COUNT - 1)},
+                 {LENGTH, 1},
+                 {ATTRIBUTES, 1},
+                 {KEY_LEN, 6},
+                 {KEY_LEN, 10},
+                 {VALUE_LEN, 4},
+                 {VALUE_LEN, 1},
+                 {COUNT, 2},
+                 {COUNT, 6},
+                 {COUNT, 1},
+                 {NAME_LEN, 4},
+                 {NAME_LEN, 1},
+                 {A_LEN, 4},
+                 {A_LEN, 3},
+                 {A_LEN, 126},
+                 {B_LEN, 2},
+                 {B_LEN, 3},
+                 {COUNT, 0x84}};
+    unsigned char bytes[END + 1];
+    assert_true(reads_small(small, END, KEY, 4));
+    assert_false(reads_small(small, END, KEY + 1, 4)); /* not the key that lies there */
+    assert_false(reads_small(small, END, KEY + 1, 3));
+    assert_false(reads_small(small, END, KEY, 0));
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        memcpy(bytes, small, END);
+        bytes[wrong[i].at] = wrong[i].byte;
+        if (reads_small(bytes, END, KEY, 4)) fail_msg("byte %d as %d", wrong[i].at, wrong[i].byte);
+    }
+    /* behind the last header there is more of the record */
+    memcpy(bytes, small, END);
+    bytes[LENGTH] += 2;
+    bytes[END] = 'x';
+    assert_false(reads_small(bytes, END + 1, KEY, 4));
+}
+
+/* librdkafka shows it, as one without headers. What stands before it could be read as part of its length. */
+static void a_record_that_ends_with_its_value(void **state)
+{
+    (void)state;
+    static const unsigned char bytes[] = {0xc8, 2 * 6, 0, 0, 0, 1, 2, 'v'};
+    for (size_t before = 0; before < 2; before++) {
+        unsigned char *block = malloc(sizeof bytes - 1 + before);
+        kmq_header got[1];
+        size_t count;
+        assert_non_null(block);
+        memcpy(block, bytes + 1 - before, sizeof bytes - 1 + before);
+        assert_false(kafka_headers_read(NULL, 0, block + before + 6, 1, got, 1, &count));
+        free(block);
+    }
+}
+
+/* librdkafka shows an empty key at an address of its own. */
+static void an_empty_key_lies_somewhere_else(void **state)
+{
+    (void)state;
+    static const unsigned char bytes[] = {2 * 11, 0, 0, 0, 0, 2, 'v', 2, 2, 'a', 2, '1'};
+    kmq_header got[1];
+    size_t count;
+    unsigned char *block = malloc(sizeof bytes);
+    assert_non_null(block);
+    memcpy(block, bytes, sizeof bytes);
+    assert_true(kafka_headers_read("", 0, block + 6, 1, got, 1, &count));
+    assert_int_equal(count, 1);
+    assert_ptr_equal(got[0].value, block + 11);
+    free(block);
+}
+
 /* librdkafka shows a name up to its first NUL: so does whoever asks here, by asking it. */
 static void a_name_with_a_nul_is_left_to_librdkafka(void **state)
 {
@@ -200,6 +315,9 @@ int main(void)
         cmocka_unit_test(all_that_is_there),
         cmocka_unit_test(broken_headers_stay_in_their_record),
         cmocka_unit_test(older_formats_are_left_alone),
+        cmocka_unit_test(every_number_counts),
+        cmocka_unit_test(a_record_that_ends_with_its_value),
+        cmocka_unit_test(an_empty_key_lies_somewhere_else),
         cmocka_unit_test(a_name_with_a_nul_is_left_to_librdkafka),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

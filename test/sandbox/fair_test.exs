@@ -17,7 +17,8 @@ defmodule Kmq.Sandbox.FairTest do
 
     # the first window of each waits for its commit
     eventually(fn -> assert taken(handle) != [] end, 20_000)
-    seen = for _ <- 1..12, partition <- taken(handle), into: MapSet.new(), do: partition
+    # each handled for 3 ms, and a partition's turn is 8 ms
+    seen = for _ <- 1..16, partition <- worked_off(handle), into: MapSet.new(), do: partition
     assert MapSet.size(seen) == 4
   end
 
@@ -51,6 +52,40 @@ defmodule Kmq.Sandbox.FairTest do
     eventually(fn -> assert started.() > 2_500 end, 20_000)
     publish(cluster, topic, for(i <- 1..5, do: {"#{i}", partition: 1}))
     assert Enum.count(slowly(handle, 200), &(&1 == 1)) == 5
+  end
+
+  test "two partitions that share a processor take turns, however often it has room again", %{
+    cluster: cluster
+  } do
+    topic = queue(cluster, 2)
+    publish(cluster, topic, for(i <- 0..599, do: {"#{i}", partition: rem(i, 2)}))
+    {:ok, handle} = Handle.open(Config.new!(options(cluster, topic), :consumer), {__MODULE__, 4})
+    :ok = Handle.attach(handle, self())
+    on_exit(fn -> Handle.close(handle, 5_000) end)
+
+    started = fn -> Handle.info(handle).partitions |> Enum.map(& &1.started) |> Enum.sum() end
+    eventually(fn -> assert started.() == 600 end, 20_000)
+    eventually(fn -> assert MapSet.size(sharing(handle, 20)) == 2 end, 20_000)
+
+    # each takes all the room there is, and more is asked for than there is room
+    for _ <- 1..40, do: assert(MapSet.size(sharing(handle, 2)) == 2)
+  end
+
+  defp worked_off(handle) do
+    partitions = taken(handle)
+    Process.sleep(3)
+    partitions
+  end
+
+  # Of which partitions so many takes were.
+  defp sharing(handle, n) do
+    for _ <- 1..n, partition <- shared(handle), into: MapSet.new(), do: partition
+  end
+
+  defp shared(handle) do
+    {batches, unknown} = Handle.take(handle, 100, {:partition, [5]})
+    Handle.lanes(handle, for({slot, _, _} <- unknown, do: {slot, 0}))
+    for {_slot, _topic, partition, _records, 0} <- batches, do: partition
   end
 
   defp quickly(_handle, n) when n <= 0, do: :ok
