@@ -11,7 +11,7 @@
     X(format) X(lease_ms) X(max_processing_ms) X(start_ahead) X(max_in_flight) X(commit_interval_ms) \
     X(ack_flush_ms) X(revoke_wait_ms) X(count_header) X(group_id) X(topics) X(producer) X(instance) \
     X(idempotent) X(open) X(key) X(waiting) X(ends) X(in_flight) X(floor) X(topic) X(partition) X(offset) \
-    X(slot) X(headers) X(timestamp) X(started) X(oldest_open) X(repeats) X(handed_out) X(settled) X(foreign_copies) \
+    X(slot) X(started) X(oldest_open) X(repeats) X(handed_out) X(settled) X(foreign_copies) \
     X(partitions) X(consumers) X(publishers) X(admins) X(clients) X(exponential) X(linear) X(list) \
     X(max_poll_ms) X(store_bytes) X(delivery) X(markers) X(none) X(no_markers) X(lost) X(state) X(epoch) \
     X(retired) X(badarg) X(retries) X(position) X(gated) X(tag) X(header) X(routing) X(filter) X(ttl_ms) \

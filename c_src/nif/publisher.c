@@ -383,47 +383,18 @@ static bool get_headers(ErlNifEnv *env, ERL_NIF_TERM list, kafka_header **out, s
 
 typedef enum sent { SENT_QUEUED, SENT_REFUSED, SENT_FULL, SENT_NO_MESSAGE } sent;
 
-typedef struct message {
-    ERL_NIF_TERM partition, key, value, headers, timestamp;
-} message;
-
-/* {Partition, Key, Value, Headers, Timestamp}, or as its sender gave it: {Topic, Value} or {Topic, Value, Options}, of these the four. */
-static bool get_message(ErlNifEnv *env, ERL_NIF_TERM term, message *out)
-{
-    const ERL_NIF_TERM *t, *option;
-    int arity;
-    if (!enif_get_tuple(env, term, &arity, &t) || (arity != 5 && arity != 2 && arity != 3)) return false;
-    if (arity == 5) {
-        *out = (message){t[0], t[1], t[2], t[3], t[4]};
-        return true;
-    }
-    ERL_NIF_TERM head, list = arity == 3 ? t[2] : enif_make_list(env, 0);
-    *out = (message){enif_make_int(env, -1), atoms.nil, t[1], enif_make_list(env, 0), enif_make_int(env, 0)};
-    while (enif_get_list_cell(env, list, &head, &list)) {
-        if (!enif_get_tuple(env, head, &arity, &option) || arity != 2) return false;
-        ERL_NIF_TERM *to = option[0] == atoms.partition   ? &out->partition
-                           : option[0] == atoms.key       ? &out->key
-                           : option[0] == atoms.headers   ? &out->headers
-                           : option[0] == atoms.timestamp ? &out->timestamp
-                                                          : NULL;
-        if (!to) return false;
-        *to = option[1];
-    }
-    return enif_is_empty_list(env, list);
-}
-
 static sent send_one(ErlNifEnv *env, publisher *p, kafka_topic *topic, ERL_NIF_TERM term, item *to, size_t *bytes)
 {
-    message m;
-    int partition;
+    const ERL_NIF_TERM *t;
+    int arity, partition;
     const void *key, *value;
     size_t key_len, value_len, n_headers;
     ErlNifSInt64 timestamp;
     kafka_header *headers = NULL;
     void *memory;
-    if (!get_message(env, term, &m) || !enif_get_int(env, m.partition, &partition) ||
-        !get_nullable(env, m.key, &key, &key_len) || !get_nullable(env, m.value, &value, &value_len) ||
-        !enif_get_int64(env, m.timestamp, &timestamp) || !get_headers(env, m.headers, &headers, &n_headers, &memory))
+    if (!enif_get_tuple(env, term, &arity, &t) || arity != 5 || !enif_get_int(env, t[0], &partition) ||
+        !get_nullable(env, t[1], &key, &key_len) || !get_nullable(env, t[2], &value, &value_len) ||
+        !enif_get_int64(env, t[4], &timestamp) || !get_headers(env, t[3], &headers, &n_headers, &memory))
         return SENT_NO_MESSAGE;
     kafka_error err = {0};
     int rc = kafka_producer_send(p->producer, topic, partition, key, key_len, value, value_len, headers, n_headers,
@@ -496,7 +467,7 @@ static ERL_NIF_TERM send_batch(ErlNifEnv *env, publisher *p, kafka_topic *topic,
     return last == SENT_NO_MESSAGE && !n ? enif_make_badarg(env) : term_ok(env, enif_make_uint64(env, n));
 }
 
-/* publisher_send(Ref, Topic, Messages, Token), of that topic (see get_message) -> {ok, N}: the first N are taken. Fewer than all: the rest with the next call; 0: the local queue is
+/* publisher_send(Ref, Topic, Messages, Token) -> {ok, N}: the first N are taken. Fewer than all: the rest with the next call; 0: the local queue is
  * full. */
 KMQ_NIF(nif_publisher_send)
 {

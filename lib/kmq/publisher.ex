@@ -193,8 +193,6 @@ defmodule Kmq.Publisher do
         by = if timeout, do: by, else: Send.deadline(info.delivery_timeout)
 
         Enum.reduce_while(groups, :ok, fn {topic, _indexes, entries}, :ok ->
-          entries = Enum.map(entries, &Entries.native/1)
-
           case Ask.ask(__MODULE__, pid, {:async, topic, entries, by}, :infinity) do
             :ok -> {:cont, :ok}
             error -> {:halt, error}

@@ -4,18 +4,10 @@ defmodule Kmq.Publisher.Entries do
 
   alias Kmq.Options
 
-  import Bitwise
-
-  @typedoc "With all that it has: what the schema makes of a message."
-  @type native ::
+  @typedoc "As the native side takes it."
+  @type entry ::
           {partition :: integer, key :: binary | nil, value :: binary | nil,
            headers :: [{binary, binary | nil}], timestamp :: non_neg_integer}
-
-  @typedoc "As the native side takes it: what needs no more than a look, as it was given."
-  @type entry ::
-          native
-          | {topic :: String.t(), value :: binary | nil}
-          | {topic :: String.t(), value :: binary | nil, keyword}
 
   @typedoc "Those of a topic, and where they stood; `nil` where there is but one topic: no indexes are needed, and none are made."
   @type group :: {topic :: String.t(), indexes :: [non_neg_integer] | nil, [entry]}
@@ -30,10 +22,9 @@ defmodule Kmq.Publisher.Entries do
       [first | _] ->
         {topic, _, _} = parts(first)
 
-        cond do
-          as_given?(messages, topic) -> [{topic, nil, messages}]
-          entries = entries_of(messages, topic, []) -> [{topic, nil, entries}]
-          true -> by_topic(messages)
+        case native_of(messages, topic, []) do
+          {:ok, entries} -> [{topic, nil, entries}]
+          :several -> native_by_topic(messages)
         end
 
       other ->
@@ -41,30 +32,16 @@ defmodule Kmq.Publisher.Entries do
     end
   end
 
-  # Of thousands of messages each term that is made would be copied by the garbage collector.
-  defp as_given?([], _topic), do: true
+  defp native_of([], _topic, entries), do: {:ok, Enum.reverse(entries)}
+  defp native_of(rest, _topic, _entries) when not is_list(rest), do: improper(rest)
 
-  defp as_given?([{topic, value} | rest], topic)
-       when is_binary(topic) and (is_binary(value) or is_nil(value)),
-       do: as_given?(rest, topic)
-
-  defp as_given?([{topic, value, options} | rest], topic)
-       when is_binary(topic) and (is_binary(value) or is_nil(value)),
-       do: plain?(options, 0) and as_given?(rest, topic)
-
-  defp as_given?(_messages, _topic), do: false
-
-  # nil: they are of several topics.
-  defp entries_of([], _topic, entries), do: Enum.reverse(entries)
-  defp entries_of(rest, _topic, _entries) when not is_list(rest), do: improper(rest)
-
-  defp entries_of([message | rest], topic, entries) do
+  defp native_of([message | rest], topic, entries) do
     case parts(message) do
       {^topic, value, options} ->
-        entries_of(rest, topic, [entry(topic, value, options) | entries])
+        native_of(rest, topic, [native_message(topic, value, options) | entries])
 
       _other ->
-        nil
+        :several
     end
   end
 
@@ -73,11 +50,11 @@ defmodule Kmq.Publisher.Entries do
           "expected a list of messages that ends with [], not with #{inspect(rest, limit: 5)}"
   end
 
-  defp by_topic(messages) when length(messages) > 0 do
+  defp native_by_topic(messages) when length(messages) > 0 do
     pairs =
       Enum.with_index(messages, fn message, index ->
         {topic, value, options} = parts(message)
-        {topic, {index, entry(topic, value, options)}}
+        {topic, {index, native_message(topic, value, options)}}
       end)
 
     by_topic = Enum.group_by(pairs, &elem(&1, 0), &elem(&1, 1))
@@ -88,7 +65,7 @@ defmodule Kmq.Publisher.Entries do
     end
   end
 
-  defp by_topic(messages), do: messages |> last() |> improper()
+  defp native_by_topic(messages), do: messages |> last() |> improper()
 
   defp last([_ | rest]), do: last(rest)
   defp last(rest), do: rest
@@ -103,52 +80,51 @@ defmodule Kmq.Publisher.Entries do
         "expected {topic, value} or {topic, value, options}, got: #{inspect(other)}"
       )
 
-  defp entry(topic, value, options) do
+  defp native_message(topic, value, options) do
     is_binary(topic) ||
       raise ArgumentError, "expected the topic to be a string, got: #{inspect(topic)}"
 
     is_binary(value) || is_nil(value) ||
       raise(ArgumentError, "expected the value to be a binary or nil, got: #{inspect(value)}")
 
-    if plain?(options, 0) do
-      {topic, value, options}
-    else
-      options = Options.validate!(options, :publish)
+    case plain(options, value, -1, :none, [], 0) do
+      :others ->
+        options = Options.validate!(options, :publish)
 
-      {options[:partition] || -1, options[:key], value, kmq_headers(options),
-       options[:timestamp] || 0}
+        {options[:partition] || -1, options[:key], value, kmq_headers(options),
+         options[:timestamp] || 0}
+
+      message ->
+        message
     end
   end
 
-  # What most messages have and what needs no more than a look, each at most once (a bit of `seen`); everything else goes through the schema.
-  defp plain?([], _seen), do: true
+  # What most messages have and what needs no more than a look, each at most once; everything else goes through the schema.
+  defp plain([], value, partition, :none, headers, timestamp),
+    do: {partition, nil, value, headers, timestamp}
 
-  defp plain?([{:key, key} | rest], seen) when is_binary(key) and (seen &&& 1) == 0,
-    do: plain?(rest, seen ||| 1)
+  defp plain([], value, partition, key, headers, timestamp),
+    do: {partition, key, value, headers, timestamp}
 
-  defp plain?([{:partition, partition} | rest], seen)
-       when partition in 0..0x7FFFFFFF and (seen &&& 2) == 0,
-       do: plain?(rest, seen ||| 2)
+  defp plain([{:key, key} | rest], value, partition, :none, headers, timestamp)
+       when is_binary(key),
+       do: plain(rest, value, partition, key, headers, timestamp)
 
-  defp plain?([{:headers, [_ | _] = headers} | rest], seen) when (seen &&& 4) == 0,
-    do: Options.Types.headers?(headers) and plain?(rest, seen ||| 4)
+  defp plain([{:partition, partition} | rest], value, -1, key, headers, timestamp)
+       when partition in 0..0x7FFFFFFF,
+       do: plain(rest, value, partition, key, headers, timestamp)
 
-  defp plain?([{:timestamp, timestamp} | rest], seen)
-       when timestamp in 1..0x7FFFFFFFFFFFFFFF and (seen &&& 8) == 0,
-       do: plain?(rest, seen ||| 8)
-
-  defp plain?(_options, _seen), do: false
-
-  @doc "The same, with all that it has: smaller, where it goes to another process."
-  @spec native(entry) :: native
-  def native({_topic, value}), do: {-1, nil, value, [], 0}
-
-  def native({_topic, value, options}) do
-    {options[:partition] || -1, options[:key], value, options[:headers] || [],
-     options[:timestamp] || 0}
+  defp plain([{:headers, [_ | _] = headers} | rest], value, partition, key, [], timestamp) do
+    if Options.Types.headers?(headers),
+      do: plain(rest, value, partition, key, headers, timestamp),
+      else: :others
   end
 
-  def native(native), do: native
+  defp plain([{:timestamp, timestamp} | rest], value, partition, key, headers, 0)
+       when timestamp in 1..0x7FFFFFFFFFFFFFFF,
+       do: plain(rest, value, partition, key, headers, timestamp)
+
+  defp plain(_options, _value, _partition, _key, _headers, _timestamp), do: :others
 
   # What consumers, trackers and filters read. They stand first: the first of a name counts.
   defp kmq_headers(options) do

@@ -5,13 +5,14 @@ defmodule Kmq.Publisher.Refusal do
   # The topic is asked for what it takes, at most once a minute, and in the process that publishes.
 
   alias Kmq.{Error, Topics}
-  alias Kmq.Publisher.Entries
 
   @ask_ms 5_000
   @known_ms 60_000
   # librdkafka's default.
   @client_bytes "1000000"
 
+  @type entry ::
+          {partition :: integer, binary | nil, binary | nil, [{binary, binary | nil}], integer}
   @type result :: {:ok, term} | {:error, Error.t()}
   @typedoc "What the producer itself takes, a table for what was asked, and how to ask."
   @type source :: %{
@@ -30,14 +31,14 @@ defmodule Kmq.Publisher.Refusal do
   The results of these entries, the errors among them with a message that says more where there is more to say: as far as that can be found out
   in `ms`.
   """
-  @spec explain([result], String.t(), [Entries.entry()], source, timeout) :: [result]
+  @spec explain([result], String.t(), [entry], source, timeout) :: [result]
   def explain(results, topic, entries, source, ms) do
     if Enum.any?(results, &explained?/1) do
       taken = taken(topic, source, max(min(ms, @ask_ms), 1))
 
       Enum.zip_with(entries, results, fn entry, result ->
         if explained?(result),
-          do: {:error, more(elem(result, 1), topic, Entries.native(entry), taken, source)},
+          do: {:error, more(elem(result, 1), topic, entry, taken, source)},
           else: result
       end)
     else
