@@ -152,7 +152,7 @@ defmodule Bench.Growth do
 
   defp beside(b, topic, n) do
     {_, alone} =
-      ["consume", b.hosts, topic, topic <> "-alone", n] |> spawn_alone() |> wait_result(120)
+      ["consume", b.hosts, topic, topic <> "-alone", n, 0] |> spawn_alone() |> wait_result(120)
 
     b |> pulled(topic, n) |> Tuple.append(alone)
   end

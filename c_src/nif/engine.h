@@ -195,6 +195,12 @@ typedef struct uncovered {
 } uncovered;
 enum { UNCOVERED_MAX = 1024 };
 
+/* Which of the active partitions is at work (modulo n_active), for so many offsets in a row, since when. */
+typedef struct engine_turn {
+    size_t at, run;
+    int64_t since;
+} engine_turn;
+
 typedef enum engine_state { ENGINE_OPEN, ENGINE_CLOSING, ENGINE_CLOSED } engine_state;
 typedef enum revoke_step { REVOKE_NONE, REVOKE_DRAIN, REVOKE_SETTLE, REVOKE_COMMIT } revoke_step;
 typedef enum close_step { CLOSE_DRAIN, CLOSE_JOIN, CLOSE_LEAVE, CLOSE_CLIENT, CLOSE_FLUSH, CLOSE_WAIT } close_step;
@@ -221,11 +227,9 @@ struct engine {
     uint64_t hunger, hungry_since, start_reported;
     int64_t hunger_at; /* when it shrank last */
     part **active; /* what is assigned: n_active that flow, in round-robin order, and behind them those that leave */
-    size_t n_active, n_assigned, cursor, start_cursor, hand_cursor;
-    size_t run; /* offsets of the partition at the cursor that were read in a row, since ... */
-    int64_t run_since;
-    int64_t hand_run, hand_since; /* the same, handed out of the one at the hand_cursor */
-    int64_t shares_due;           /* when each partition's share is fetched next */
+    size_t n_active, n_assigned, start_cursor;
+    engine_turn fetching, handing;
+    int64_t shares_due; /* when each partition's share is fetched next */
     store_pool store_pool;
     size_t n_retired;
     uncovered uncovered[UNCOVERED_MAX]; /* the newest of n_uncovered */

@@ -33,12 +33,12 @@ enum {
     POP_HEADERS = 1024, /* that are looked at together */
     POP_BYTES = 131072, /* ... and how much of them: all that is popped is copied before the next look at the clock */
     QUANTUM = 1024, /* of one partition in a row, over several calls: a START of 1,000 costs what one of 10 costs ... */
+    STAY = 256,     /* ready, and the next take stays with their partition */
     HAND_OUT = 64,  /* messages between two looks at the clock */
     AHEAD_MAX = 65536, /* messages STARTed beside start_ahead, at most, ... */
     AHEAD_FRESH_MS = 200,
-    HUNGER_MAX =
-        4 *
-        MARKS_RUN, /* ... and before it is known how many are handed out in a round trip: enough for the longest runs, still in the cache when their turn comes */
+    /* ... and before it is known how many are handed out in a round trip: enough for the longest runs, still in the cache when their turn comes */
+    HUNGER_MAX = 4 * MARKS_RUN,
     HUNGER_MS = 100,
     START_MS = 20,
     RUN_MS = 8,    /* ... for so long: beside a backlog that is worked off slowly the others have their turn */
@@ -336,17 +336,20 @@ static int64_t window(const engine *e, int64_t want, int64_t now)
     return e->config.start_ahead + want + ahead(e, now);
 }
 
+static int64_t ready(part *p)
+{
+    enif_mutex_lock(p->lock);
+    int64_t n = kmq_ledger_ready(&p->ledger);
+    enif_mutex_unlock(p->lock);
+    return n;
+}
+
 /* Somebody wants more, and all that may be STARTed is under way: eight times as much, once for each round trip. */
 static void starved(engine *e, int64_t now)
 {
     if (e->start_reported < e->hungry_since) return;
-    for (size_t i = 0; i < e->n_active; i++) { /* what is ready waits for something else: a commit, a lane */
-        part *p = e->active[i];
-        enif_mutex_lock(p->lock);
-        bool ready = kmq_ledger_ready(&p->ledger) > 0;
-        enif_mutex_unlock(p->lock);
-        if (ready) return;
-    }
+    for (size_t i = 0; i < e->n_active; i++)
+        if (ready(e->active[i])) return; /* it waits for something else: a commit, a lane */
     e->hungry_since = e->seq + 1;
     if (!e->hunger) e->hunger_at = now;
     if (e->hunger < (uint64_t)e->config.start_ahead) e->hunger = (uint64_t)e->config.start_ahead;
@@ -414,7 +417,7 @@ static void fetch_shares(engine *e, size_t bytes, int64_t now, ErlNifTime start)
     size_t share = (size_t)e->config.start_ahead / e->n_active + 1;
     bool read = false;
     for (size_t i = 0; i < e->n_active; i++) {
-        part *p = e->active[(e->cursor + i) % e->n_active];
+        part *p = e->active[(e->fetching.at + i) % e->n_active];
         if (!flows(p) || p->store.count >= share) continue;
         if (now < e->shares_due) {
             engine_notify_owner(e, e->shares_due - now);
@@ -431,12 +434,9 @@ static void fetch_shares(engine *e, size_t bytes, int64_t now, ErlNifTime start)
     if (read) e->shares_due = now + START_MS;
 }
 
-static void next_run(engine *e, int64_t now)
-{
-    e->cursor = (e->cursor + 1) % e->n_active;
-    e->run = 0;
-    e->run_since = now;
-}
+static void next_turn(engine_turn *turn, int64_t now) { *turn = (engine_turn){.at = turn->at + 1, .since = now}; }
+
+static part *whose_turn(const engine *e, const engine_turn *turn) { return e->active[turn->at % e->n_active]; }
 
 static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
 {
@@ -453,20 +453,21 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
      * way, one that is handed out) however many partitions there are. */
     size_t quantum = (size_t)ahead(e, now) / 3;
     quantum = quantum < QUANTUM ? QUANTUM : quantum > MARKS_RUN ? MARKS_RUN : quantum;
-    if (now - e->run_since > RUN_MS) next_run(e, now);
+    engine_turn *turn = &e->fetching;
+    if (now - turn->since > RUN_MS) next_turn(turn, now);
     while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start)) {
-        part *p = e->active[e->cursor % e->n_active];
+        part *p = whose_turn(e, turn);
         size_t got = 0, before = p->store.bytes;
         int64_t position = p->position;
-        while (flows(p) && e->run < quantum && (int64_t)got < room &&
+        while (flows(p) && turn->run < quantum && (int64_t)got < room &&
                (int64_t)(bytes + p->store.bytes - before) < e->config.store_bytes) {
-            size_t left = (size_t)(room - (int64_t)got), n = quantum - e->run;
+            size_t left = (size_t)(room - (int64_t)got), n = quantum - turn->run;
             int64_t from = p->position;
             got += fetch_some(e, p, left < n ? left : n, now);
-            e->run += (size_t)(p->position - from); /* also what is skipped: it takes no room, but time */
+            turn->run += (size_t)(p->position - from); /* also what is skipped: it takes no room, but time */
             if (slice_over(start)) break;
         }
-        if (!flows(p) || e->run >= quantum) next_run(e, now);
+        if (!flows(p) || turn->run >= quantum) next_turn(turn, now);
         bytes += p->store.bytes - before;
         skipped = skipped || p->position - position > (int64_t)got;
         room -= (int64_t)got;
@@ -641,29 +642,24 @@ static int64_t hand_out_all(engine *e, part *p, ErlNifEnv *env, int64_t max, han
     return n;
 }
 
-/* As the other cursor: what is handed out in a row is acked in a row, and its ENDs are one record. */
-static void next_to_hand(engine *e, int64_t now)
-{
-    e->hand_cursor++;
-    e->hand_run = 0;
-    e->hand_since = now;
-}
-
+/* What is handed out in a row is acked in a row, and its ENDs are one record. But where few are ready, each take goes on with the next partition: what comes
+ * slowly waits for nobody's run. */
 static int64_t hand_out(engine *e, ErlNifEnv *env, int64_t max, handing *h)
 {
     int64_t got = 0;
-    if (h->now - e->hand_since > RUN_MS || e->hand_run >= MARKS_RUN) next_to_hand(e, h->now);
+    engine_turn *turn = &e->handing;
+    if (h->now - turn->since > RUN_MS || turn->run >= MARKS_RUN) next_turn(turn, h->now);
     for (size_t i = 0; i < e->n_active && got < max && !h->cut; i++) {
-        part *p = e->active[e->hand_cursor % e->n_active];
+        part *p = whose_turn(e, turn);
         int64_t n = 0;
         if (p->store.count && !p->paused)
             n = h->lanes ? hand_out_lanes(e, p, env, max - got, h) : hand_out_all(e, p, env, max - got, h);
         got += n;
-        e->hand_run += n;
-        if (got < max && !h->cut) next_to_hand(e, h->now);
+        turn->run += (size_t)n;
+        if ((got < max && !h->cut) || ready(p) < STAY) next_turn(turn, h->now);
     }
     /* It has gone once round all of them: two that share a lane take turns. */
-    if (got < max && !h->cut) next_to_hand(e, h->now);
+    if (got < max && !h->cut) next_turn(turn, h->now);
     if (got) {
         e->handed_total += (uint64_t)got;
         e->handed_at = h->now;
