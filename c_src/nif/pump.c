@@ -434,6 +434,7 @@ static void fetch_shares(engine *e, size_t bytes, int64_t now, ErlNifTime start)
     if (read) e->shares_due = now + START_MS;
 }
 
+/* One that nothing was taken of yet is not over by time: of two, the same would be passed over each time. */
 static void next_turn(engine_turn *turn, int64_t now) { *turn = (engine_turn){.at = turn->at + 1, .since = now}; }
 
 static part *whose_turn(const engine *e, const engine_turn *turn) { return e->active[turn->at % e->n_active]; }
@@ -454,7 +455,7 @@ static void fetch(engine *e, int64_t want, int64_t now, ErlNifTime start)
     size_t quantum = (size_t)ahead(e, now) / 3;
     quantum = quantum < QUANTUM ? QUANTUM : quantum > MARKS_RUN ? MARKS_RUN : quantum;
     engine_turn *turn = &e->fetching;
-    if (now - turn->since > RUN_MS) next_turn(turn, now);
+    if (turn->run && now - turn->since > RUN_MS) next_turn(turn, now);
     while (room > 0 && idle < e->n_active && (int64_t)bytes < e->config.store_bytes && !slice_over(start)) {
         part *p = whose_turn(e, turn);
         size_t got = 0, before = p->store.bytes;
@@ -648,7 +649,7 @@ static int64_t hand_out(engine *e, ErlNifEnv *env, int64_t max, handing *h)
 {
     int64_t got = 0;
     engine_turn *turn = &e->handing;
-    if (h->now - turn->since > RUN_MS || turn->run >= MARKS_RUN) next_turn(turn, h->now);
+    if (turn->run && (h->now - turn->since > RUN_MS || turn->run >= MARKS_RUN)) next_turn(turn, h->now);
     for (size_t i = 0; i < e->n_active && got < max && !h->cut; i++) {
         part *p = whose_turn(e, turn);
         int64_t n = 0;
