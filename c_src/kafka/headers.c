@@ -87,8 +87,9 @@ static bytes record_end(const void *key, size_t key_len, const void *value, byte
     if (key_len != 0 && (bytes)key + key_len != at) return NULL; /* librdkafka shows an empty key somewhere else */
     at -= key_len;
     if (!back_over_length(&at, key != NULL ? (int64_t)key_len : -1)) return NULL;
-    if (!back_over_varint(&at) || !back_over_varint(&at) || *--at != 0) return NULL;
-    if (at[-1] & 0x80) return NULL;
+    for (int numbers = 0; numbers < 2; numbers++) /* offset, timestamp */
+        if (!back_over_varint(&at)) return NULL;
+    if (*--at != 0 || (at[-1] & 0x80)) return NULL;
     for (int n = 1; n <= VARINT_MAX; n++) {
         int64_t length;
         bytes from = at - n;

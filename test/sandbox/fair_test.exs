@@ -6,14 +6,7 @@ defmodule Kmq.Sandbox.FairTest do
 
   test "of partitions that are all fetched and STARTed none is taken to its end before the others",
        %{cluster: cluster} do
-    topic = queue(cluster, 4)
-    publish(cluster, topic, for(i <- 0..399, do: {"#{i}", partition: rem(i, 4)}))
-    {:ok, handle} = Handle.open(Config.new!(options(cluster, topic), :consumer), {__MODULE__, 1})
-    :ok = Handle.attach(handle, self())
-    on_exit(fn -> Handle.close(handle, 5_000) end)
-
-    started = fn -> Handle.info(handle).partitions |> Enum.map(& &1.started) |> Enum.sum() end
-    eventually(fn -> assert started.() == 400 end, 20_000)
+    handle = all_started(cluster, 4, 400, 1)
 
     # the first window of each waits for its commit
     eventually(fn -> assert taken(handle) != [] end, 20_000)
@@ -56,18 +49,24 @@ defmodule Kmq.Sandbox.FairTest do
   test "two partitions that share a processor take turns, however often it has room again", %{
     cluster: cluster
   } do
-    topic = queue(cluster, 2)
-    publish(cluster, topic, for(i <- 0..599, do: {"#{i}", partition: rem(i, 2)}))
-    {:ok, handle} = Handle.open(Config.new!(options(cluster, topic), :consumer), {__MODULE__, 4})
-    :ok = Handle.attach(handle, self())
-    on_exit(fn -> Handle.close(handle, 5_000) end)
-
-    started = fn -> Handle.info(handle).partitions |> Enum.map(& &1.started) |> Enum.sum() end
-    eventually(fn -> assert started.() == 600 end, 20_000)
+    handle = all_started(cluster, 2, 600, 4)
     eventually(fn -> assert MapSet.size(sharing(handle, 20)) == 2 end, 20_000)
 
     # each takes all the room there is, and more is asked for than there is room
     for _ <- 1..40, do: assert(MapSet.size(sharing(handle, 2)) == 2)
+  end
+
+  # Messages of partitions in turn, and a handle that holds all of them, ready.
+  defp all_started(cluster, partitions, n, id) do
+    topic = queue(cluster, partitions)
+    publish(cluster, topic, for(i <- 1..n, do: {"#{i}", partition: rem(i, partitions)}))
+    {:ok, handle} = Handle.open(Config.new!(options(cluster, topic), :consumer), {__MODULE__, id})
+    :ok = Handle.attach(handle, self())
+    on_exit(fn -> Handle.close(handle, 5_000) end)
+
+    started = fn -> Handle.info(handle).partitions |> Enum.map(& &1.started) |> Enum.sum() end
+    eventually(fn -> assert started.() == n end, 20_000)
+    handle
   end
 
   # Of which partitions so many takes were.
