@@ -7,6 +7,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 enum {
     KMQ_OK = 0,
@@ -34,6 +35,12 @@ typedef struct kmq_header {
     const void *value; /* NULL: null */
     size_t value_len;
 } kmq_header;
+
+static inline bool kmq_header_is(const kmq_header *header, const char *name)
+{
+    size_t len = strlen(name);
+    return header->name_len == len && memcmp(header->name, name, len) == 0;
+}
 
 /* Offsets lo, lo + 1, ... hi - 1. */
 typedef struct kmq_range {

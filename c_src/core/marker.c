@@ -250,9 +250,8 @@ static kmq_verdict decode_range(const kmq_marker_scope *scope, const uint8_t *va
 
 static const kmq_header *find_header(const kmq_header *headers, size_t n, const char *name)
 {
-    size_t len = strlen(name);
     for (size_t i = 0; i < n; i++)
-        if (headers[i].name_len == len && memcmp(headers[i].name, name, len) == 0) return &headers[i];
+        if (kmq_header_is(&headers[i], name)) return &headers[i];
     return NULL;
 }
 

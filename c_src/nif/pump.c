@@ -30,15 +30,15 @@
 
 enum {
     POP = 256,          /* records popped and freed together ... */
-    POP_HEADERS = 1024, /* that are looked at together */
     POP_BYTES = 131072, /* ... and how much of them: all that is popped is copied before the next look at the clock */
+    POP_HEADERS = 1024, /* of these, that are looked at together */
     QUANTUM = 1024, /* of one partition in a row, over several calls: a START of 1,000 costs what one of 10 costs ... */
     STAY = 256,     /* ready, and the next take stays with their partition */
     HAND_OUT = 64,  /* messages between two looks at the clock */
     AHEAD_MAX = 65536, /* messages STARTed beside start_ahead, at most, ... */
-    AHEAD_FRESH_MS = 200,
     /* ... and before it is known how many are handed out in a round trip: enough for the longest runs, still in the cache when their turn comes */
     HUNGER_MAX = 4 * MARKS_RUN,
+    AHEAD_FRESH_MS = 200,
     HUNGER_MS = 100,
     START_MS = 20,
     RUN_MS = 8,    /* ... for so long: beside a backlog that is worked off slowly the others have their turn */
@@ -48,12 +48,6 @@ enum {
 static bool slice_over(ErlNifTime start) { return enif_monotonic_time(ERL_NIF_USEC) - start > SLICE_US; }
 
 /* ------------------------------------------------------------------ kmq's own headers */
-static bool header_is(const kmq_header *h, const char *name)
-{
-    size_t len = strlen(name);
-    return h->name_len == len && !memcmp(h->name, name, len);
-}
-
 static bool header_is_kmq(const kmq_header *h) { return h->name_len >= 4 && !memcmp(h->name, "kmq-", 4); }
 
 static int32_t parse_count(const kmq_header *h)
@@ -115,27 +109,27 @@ static bool read_headers(const engine *e, const kafka_record *record, const kmq_
     bool ours = true, group = false, count = false, deliveries = false, cause = false;
     for (size_t i = 0; i < n; i++) {
         const kmq_header *h = &headers[i];
-        if (!count && header_is(h, e->config.count_header)) {
+        if (!count && kmq_header_is(h, e->config.count_header)) {
             int32_t failures = kmq_count_decode(h->value ? h->value : "", h->value ? h->value_len : 0);
             kmq->attempt = failures < INT32_MAX ? failures + 1 : INT32_MAX;
             count = true;
         } else if (!header_is_kmq(h)) {
             continue;
-        } else if (!group && header_is(h, "kmq-group")) {
+        } else if (!group && kmq_header_is(h, "kmq-group")) {
             ours = h->value && h->value_len == strlen(e->config.group_id) &&
                    !memcmp(h->value, e->config.group_id, h->value_len);
             group = true;
-        } else if (!deliveries && header_is(h, "kmq-deliveries")) {
+        } else if (!deliveries && kmq_header_is(h, "kmq-deliveries")) {
             kmq->deliveries = parse_count(h) + 1;
             deliveries = true;
-        } else if (!cause && header_is(h, "kmq-cause")) {
+        } else if (!cause && kmq_header_is(h, "kmq-cause")) {
             kmq->crashed = h->value && h->value_len == 5 && !memcmp(h->value, "crash", 5);
             cause = true;
-        } else if (kmq->id_header < 0 && header_is(h, "kmq-origin")) {
+        } else if (kmq->id_header < 0 && kmq_header_is(h, "kmq-origin")) {
             kmq->id_header = (int32_t)i;
-        } else if (due < 0 && header_is(h, "kmq-due")) {
+        } else if (due < 0 && kmq_header_is(h, "kmq-due")) {
             due = time_of(h);
-        } else if (expires < 0 && header_is(h, "kmq-expires")) {
+        } else if (expires < 0 && kmq_header_is(h, "kmq-expires")) {
             expires = time_of(h);
         }
     }
@@ -244,7 +238,7 @@ static bool keep(engine *e, part *p, const kafka_record *record, int64_t now)
 static bool ordinary(const engine *e, const kmq_header *headers, size_t n)
 {
     for (size_t i = 0; i < n; i++)
-        if (header_is_kmq(&headers[i]) || header_is(&headers[i], e->config.count_header)) return false;
+        if (header_is_kmq(&headers[i]) || kmq_header_is(&headers[i], e->config.count_header)) return false;
     return true;
 }
 
